@@ -1,7 +1,12 @@
-"""Hooks of mkdocs.yml: documents also link to files that the site does not have."""
+"""Hooks of mkdocs.yml: documents also link to files that the site does not have, and the fields of
+dataclasses have comments."""
 
 import re
 from pathlib import Path
+
+import griffe
+
+from swinv2_moe.config.reference import field_comments
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
@@ -24,3 +29,15 @@ def on_page_markdown(markdown: str, *, page, config, **_) -> str:
         return f"{text} (`{name}`)"
 
     return _LINK.sub(replaced, markdown)
+
+
+class FieldComments(griffe.Extension):
+    """Shows the comments of a dataclass's fields as their descriptions."""
+
+    def on_class(self, *, cls: griffe.Class, **_) -> None:
+        if not any("dataclass" in str(decorator.value) for decorator in cls.decorators):
+            return
+        for name, comment in field_comments(cls.source).items():
+            field = cls.members.get(name)
+            if field is not None and comment and not field.has_docstring:
+                field.docstring = griffe.Docstring(comment, parent=field)

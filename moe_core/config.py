@@ -33,9 +33,9 @@ class MoEConfig:
         ValueError: a value is out of range. The message names the value and the allowed values.
     """
 
-    model_dim: int
-    hidden_dim: int
-    num_experts: int
+    model_dim: int  # features of a token
+    hidden_dim: int  # hidden units of an expert
+    num_experts: int  # of the layer, over all ranks; without the shared experts
     top_k: int = 1  # experts per token
     # limit of the tokens of an expert, in units of its even share; 0: dropless; negative: as its
     # absolute value

@@ -92,20 +92,9 @@ def meanings() -> dict[str, str]:
 
 
 def comments(section: type) -> dict[str, str]:
-    """The comment of each field of a dataclass: after the field, or on the lines before it.
-
-    Names of several words in backticks that are fields become keys, in capitals.
-    """
-    by_name = {}
-    lines_before = []
-    for line in inspect.getsource(section).splitlines():
-        if line.startswith("    # "):
-            lines_before.append(line.strip().removeprefix("# "))
-            continue
-        match = _FIELD.match(line)
-        if match:
-            by_name[match[1]] = " ".join(lines_before) or match[2] or ""
-        lines_before = []
+    """The comment of each field of a dataclass. Names of several words in backticks that are fields
+    become keys, in capitals."""
+    by_name = field_comments(inspect.getsource(section))
 
     def as_key(match: re.Match) -> str:
         if match[1] in by_name:
@@ -113,6 +102,22 @@ def comments(section: type) -> dict[str, str]:
         return match[0]
 
     return {name: re.sub(r"`(\w+_\w+)`", as_key, text) for name, text in by_name.items()}
+
+
+def field_comments(source: str) -> dict[str, str]:
+    """The comment of each field in the source of a dataclass: after the field, or on the lines
+    before it."""
+    by_name = {}
+    lines_before = []
+    for line in source.splitlines():
+        if line.startswith("    # "):
+            lines_before.append(line.strip().removeprefix("# "))
+            continue
+        match = _FIELD.match(line)
+        if match:
+            by_name[match[1]] = " ".join(lines_before) or match[2] or ""
+        lines_before = []
+    return by_name
 
 
 def _types() -> dict[str, str]:

@@ -1,10 +1,13 @@
 """The documentation as a site (`make docs`): it builds without a warning, links lead somewhere and
 nothing is loaded from elsewhere."""
 
+import html
+import inspect
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -13,6 +16,7 @@ import pytest
 import moe_core
 import moe_core.parallel
 import swinv2_moe
+from swinv2_moe.config.reference import field_comments
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -74,6 +78,17 @@ def test_docstrings_are_in_the_api_pages(site):
     assert 'id="moe_core.MoELayer"' in text
     assert "Each owns the same number of consecutive experts" in text
     assert "search_index.json" in {file.name for file in (site / "search").iterdir()}
+
+
+def test_every_field_of_a_layers_configuration_is_described(site):
+    text = (site / "reference" / "api-moe-core.html").read_text()
+    comments = field_comments(inspect.getsource(moe_core.MoEConfig))
+    for name in (field.name for field in fields(moe_core.MoEConfig)):
+        _, _, entry = text.partition(f'id="moe_core.MoEConfig.{name}"')
+        shown = html.unescape(re.sub(r"<[^>]*>", "", entry[:4000]))
+        meaning = comments[name].replace("`", "").split(";")[0]
+        assert meaning, name
+        assert meaning in " ".join(shown.split()), name
 
 
 @pytest.mark.parametrize("module", API_PAGES, ids=lambda module: module.__name__)
