@@ -1,11 +1,14 @@
 # GPU image with the versions of constraints.txt. The host brings only a driver and the NVIDIA Container Toolkit: torch's own
 # wheels carry CUDA, so a plain Python base is the smallest there is.
 #
-#   docker build -t swinv2-moe .
-#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD/output:/app/output" swinv2-moe
-#   docker run --rm --gpus all --ipc=host ... swinv2-moe torchrun --nproc_per_node 8 tools/train.py --cfg configs/...
+#   docker build -t swinv2-moe:0.1.0 -t swinv2-moe .
+#   docker run --rm --gpus all --shm-size 8g --cap-drop ALL --security-opt no-new-privileges \
+#     --user "$(id -u):$(id -g)" -v "$PWD/output:/app/output" swinv2-moe
+#   docker run ... swinv2-moe torchrun --nproc_per_node 8 tools/train.py --cfg configs/...
+#
+# --shm-size: data workers hand batches on in shared memory, of which Docker's default is 64 MB.
 
-FROM python:3.12-slim
+FROM python:3.12.12-slim-trixie
 
 LABEL org.opencontainers.image.title="swinv2-moe" \
       org.opencontainers.image.description="SwinV2-MoE vision training" \

@@ -45,9 +45,8 @@ def main() -> None:
             files[name] = path
     width = max(map(len, files))
     console.print(
-        "top-1: % of the validation images of the data set, as published or as measured here;"
-        " `swinv2-moe configs NAME` says on what. Sizes: docs/reference/models.md",
-        f"{'':{width}}  top-1",
+        f"{'':{width}}  top-1           in % of the validation images of the data set, published or"
+        " measured here (`configs NAME` says on what; sizes: docs/reference/models.md)"
     )
     for name, path in files.items():
         title = " ".join(comment(path)[:1])

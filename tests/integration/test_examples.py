@@ -1,5 +1,6 @@
 """Examples of jobs name configurations and keys that exist, and directories that are mounted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,26 @@ def test_the_kubernetes_job_trains():
     keys = [part for arg in args[split + 1 :] for part in arg.split("=")]
     config = load_config(options["cfg"], keys, data=options["data"])
     assert config.MODEL.MOE.NUM_EXPERTS == 32
+    assert not container["image"].endswith(":latest")
+    assert ":" in container["image"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    (memory,) = (volume for volume in pod["volumes"] if volume["name"] == "memory")
+    assert memory["emptyDir"]["sizeLimit"] == "16Gi"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
     for path in (options["data"], options["output"], config.DATA.STAGE):
         assert any(path.startswith(mount + "/") for mount in mounts.values())
     ranks = 8 * sum(replica["replicas"] for replica in replicas.values())
     assert config.DATA.GLOBAL_BATCH_SIZE % ranks == 0
+
+
+def test_the_image_has_a_version_and_no_root():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    (base,) = (line for line in lines if line.startswith("FROM "))
+    assert re.fullmatch(r"FROM python:3\.\d+\.\d+-slim-\w+", base)
+    assert "USER 1000" in lines
 
 
 @pytest.mark.parametrize("name", ["train", "seeds"])

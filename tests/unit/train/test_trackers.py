@@ -12,6 +12,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train import run as run_module
 from swinv2_moe.train import tracker_services, trackers, train
 from swinv2_moe.train.distributed import World
+from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.tracker_services import check_tracker
@@ -72,6 +73,33 @@ def service(monkeypatch):
         return told
 
     return use
+
+
+def test_credentials_of_a_service_are_not_shown(tmp_path, monkeypatch, capsys):
+    class Service:
+        id, place = "id", "https://user:secret@host:5000/?token=secret"
+
+        def __init__(self, directory, run_id):
+            pass
+
+        def scalars(self, values, step):
+            raise ConnectionError(f"proxy 'http://user:secret@proxy' to {self.place} is down")
+
+        def close(self, finished):
+            pass
+
+    monkeypatch.setitem(trackers.SERVICES, "mlflow", Service)
+    recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
+    recorder.epoch({"epoch": 1, "train_loss": 1.0}, 1)
+    recorder.close()
+    said = capsys.readouterr().out
+    assert "TRACKER mlflow: https://***@host:5000/?token=***\n" in said
+    assert "proxy 'http://***@proxy' to https://***@host" in said
+    assert "secret" not in said
+    monkeypatch.setattr(sys, "argv", ["train", "--data", "http://user:secret@host/data"])
+    recorded = json.dumps(describe_environment(ALONE))
+    assert "http://***@host/data" in recorded
+    assert "secret" not in recorded
 
 
 def stop_after(step):
