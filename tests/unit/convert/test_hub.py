@@ -27,7 +27,9 @@ TYPES = {
 def test_timm_loads_the_directory(opts, convert, make_checkpoint, images, tmp_path):
     ours, model = make_checkpoint(*opts)
     directory = tmp_path / "hub"
-    assert convert("export", "hub", ours, "--output", directory) == (0, "", "")
+    status, out, err = convert("export", "hub", ours, "--output", directory)
+    assert (status, err) == (0, "")
+    assert f"{directory}: README.md, config.json, model.safetensors, " in out
     assert {file.name for file in directory.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -58,7 +60,7 @@ def test_a_vit_of_one_channel(convert, tmp_path):
     model = build_model(model_config(config), 10).eval()
     write_weights(tmp_path / "ours", model, model.state_dict(), config.dump(), [])
     directory = tmp_path / "hub"
-    assert convert("export", "hub", tmp_path / "ours", "--output", directory) == (0, "", "")
+    assert convert("export", "hub", tmp_path / "ours", "--output", directory)[::2] == (0, "")
     loaded = timm.create_model(f"local-dir:{directory}", pretrained=True).eval()
     size = config.DATA.IMG_SIZE
     images = torch.randn(2, 1, size, size)

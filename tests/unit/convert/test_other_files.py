@@ -44,10 +44,10 @@ TYPES = (["MODEL.TYPE", "swin_moe"], ["MODEL.TYPE", "swinv2_moe", "MODEL.MOE.OUT
 def test_tutel_there_and_back(opts, output, source, ranks, convert, cfg, make_checkpoint, tmp_path):
     ours, model = make_checkpoint(*opts)
     number = [] if ranks is None else ["--ranks", ranks]
-    assert convert("export", "tutel", ours, *number, "--output", tmp_path / output) == (0, "", "")
-    assert convert(
-        "import", "tutel", tmp_path / source, *cfg(*opts), "--output", tmp_path / "new"
-    ) == (0, "", "")
+    assert convert("export", "tutel", ours, *number, "--output", tmp_path / output)[::2] == (0, "")
+    assert convert("import", "tutel", tmp_path / source, *cfg(*opts), "--output", tmp_path / "new")[
+        ::2
+    ] == (0, "")
     assert weights_of(ours) == weights_of(tmp_path / "new")
     if output == "t.pt":
         theirs = torch.load(tmp_path / output, weights_only=True)
@@ -87,7 +87,7 @@ def test_half_precision_becomes_the_models(
 def test_a_single_file_holds_all_that_a_checkpoint_needs(opts, convert, make_checkpoint, tmp_path):
     ours, model = make_checkpoint(*opts)
     file = tmp_path / "one.safetensors"
-    assert convert("export", "single", ours, "--output", file) == (0, "", "")
+    assert convert("export", "single", ours, "--output", file)[::2] == (0, "")
     tensors, state = load_file(file), model.state_dict()
     assert tensors.keys() == state.keys()
     assert all(torch.equal(tensors[name], state[name]) for name in state)
@@ -95,7 +95,7 @@ def test_a_single_file_holds_all_that_a_checkpoint_needs(opts, convert, make_che
         metadata = content.metadata()
     assert json.loads(metadata["class_names"]) == ["a", "b", "c", "d", "e"]
     assert metadata["step"] == "7"
-    assert convert("import", "single", file, "--output", tmp_path / "new") == (0, "", "")
+    assert convert("import", "single", file, "--output", tmp_path / "new")[::2] == (0, "")
     assert weights_of(ours) == weights_of(tmp_path / "new")
     before, after = (open_checkpoint(directory).meta for directory in (ours, tmp_path / "new"))
     assert [before[key] for key in ("config", "step", "class_names")] == [
@@ -109,7 +109,7 @@ def test_a_single_file_with_another_configuration(convert, cfg, make_checkpoint,
     names.write_text("v\nw\nx\ny\nz\n")
     assert convert("export", "single", ours, "--output", file).status == 0
     arguments = [*cfg("MODEL.MOE.TOP_K", 2), "--class-names", names, "--output", tmp_path / "new"]
-    assert convert("import", "single", file, *arguments) == (0, "", "")
+    assert convert("import", "single", file, *arguments)[::2] == (0, "")
     meta = open_checkpoint(tmp_path / "new").meta
     assert "TOP_K: 2" in meta["config"]
     assert meta["class_names"] == list("vwxyz")
@@ -230,10 +230,10 @@ def test_microsofts_names_of_dense_weights(convert, cfg, make_config, load, tmp_
     dense = make_config("MODEL.MOE.NUM_EXPERTS", 0, "MODEL.MOE.BLOCKS", "[[],[],[]]")
     stem = write_released(make_released(dense, 1, 5), tmp_path / "x.pth")
     source = f"{stem}.master"
-    assert convert("import", "dense", source, *cfg(), "--output", tmp_path / "new") == (0, "", "")
+    assert convert("import", "dense", source, *cfg(), "--output", tmp_path / "new")[::2] == (0, "")
     arguments = [*cfg("MODEL.MOE.NUM_EXPERTS", 0), "--output", tmp_path / "dense"]
     Path(source).rename(tmp_path / "y.pth.global")
-    assert convert("import", "swin-moe", tmp_path / "y.pth", *arguments) == (0, "", "")
+    assert convert("import", "swin-moe", tmp_path / "y.pth", *arguments)[::2] == (0, "")
     model, plain = load(tmp_path / "new", make_config()), load(tmp_path / "dense", dense)
     assert torch.equal(
         model.layers[1].blocks[1].mlp.moe.experts.w1[3], plain.layers[1].blocks[1].mlp.fc1.weight

