@@ -32,10 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_core import (
     MoEConfig,
     MoELayer,
-    WithoutExperts,
-    average_expert_gradients,
     clip_gradients,
     equal_tokens,
+    ignore_experts,
     load_tensors,
     save_tensors,
 )
@@ -203,7 +202,6 @@ def train_step(
     """
     loss, aux_loss = loss_of(replicated, *batch)
     (loss + AUX_WEIGHT * aux_loss).backward()
-    average_expert_gradients(model)
     clip_gradients(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -214,7 +212,7 @@ def train(model: LanguageModel, text: Text, args: argparse.Namespace) -> None:
     """Train for `args.steps` steps; print a line every `args.every` steps and at the end."""
     replicated: nn.Module = model
     if text.num_ranks > 1:
-        replicated = DistributedDataParallel(WithoutExperts(model))
+        replicated = DistributedDataParallel(ignore_experts(model))
     optimizer = make_optimizer(model, args)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args))
     losses: list[Tensor] = []

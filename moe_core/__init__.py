@@ -35,6 +35,7 @@ _MODULES = {
     "losses": ("AuxiliaryLoss", "RoutingScores"),
     "ops": ("check_kernels", "release_buffers"),
     "routing_stats": ("RoutingStats",),
+    "torch_tools": ("ignore_experts",),
     "training": (
         "WithoutExperts",
         "average_expert_gradients",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.losses import AuxiliaryLoss, RoutingScores
     from moe_core.ops import check_kernels, release_buffers
     from moe_core.routing_stats import RoutingStats
+    from moe_core.torch_tools import ignore_experts
     from moe_core.training import (
         WithoutExperts,
         average_expert_gradients,
@@ -122,6 +124,7 @@ __all__ = [
     "gather_ahead",
     "global_grad_dot",
     "global_grad_norm",
+    "ignore_experts",
     "load_strategy_decisions",
     "load_tensors",
     "moe_layers",

@@ -74,6 +74,35 @@ class Experts(nn.Module):
             self.register_parameter(name, parameter)
         self.reset_parameters()
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks have other experts, or other parts of them."""
+        return self.shard.num_experts < self.config.num_experts or self.shard.num_parts > 1
+
+    # torch's tools replace or remove parameters through these three methods. FSDP2 would write to
+    # the dictionary of parameters if `__setattr__` were that of nn.Module.
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self.is_distributed and hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"experts.{name}: ranks have different experts, which fully_shard would take for"
+                " one tensor: call fully_shard(module,"
+                " ignored_params=set(moe_core.expert_parameters(model).values()))"
+            )
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters and self.is_distributed:
+            raise ValueError(
+                f"experts.{name}: ranks have different experts, which FullyShardedDataParallel"
+                " would take for one tensor: give it"
+                " ignored_states=list(moe_core.expert_parameters(model).values())"
+            )
+        super().__delattr__(name)
+
     def check_layer(self, config: MoEConfig, shard: ExpertShard) -> None:
         """Raise ValueError unless a layer of these can use the experts."""
         for name, given, needed in (

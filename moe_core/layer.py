@@ -40,6 +40,13 @@ from moe_core.router import (
 )
 from moe_core.routing_stats import RoutingStats, counts_and_kept, routing_stats
 from moe_core.soft import expert_logits, route_slots
+from moe_core.torch_tools import (
+    before_pass,
+    ignore_experts,
+    localize_state,
+    register_experts,
+    shard_state,
+)
 from moe_core.transforms import in_transform
 
 
@@ -108,6 +115,12 @@ class MoELayer(nn.Module):
         if strategy != "auto":
             self._exchange_of(strategy)
         self.group.copy_to_replicas(self.experts)
+        self.num_training_passes = 0  # of `before_pass`
+        self.checked_parallel: int | None = None
+        self.register_state_dict_post_hook(shard_state)
+        self.register_load_state_dict_pre_hook(localize_state)
+        register_experts(self)
+        ignore_experts(self)
         # probs [T, E], counts [E], kept [T, K] (None if no choice can be dropped) and K
         self._last: tuple[Tensor, Tensor, Tensor | None, int] | None = None
 
@@ -207,6 +220,7 @@ class MoELayer(nn.Module):
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
+        before_pass(self)
         return self._forward(*args)
 
     def _forward(

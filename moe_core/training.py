@@ -18,6 +18,7 @@ from moe_core.layer import MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather_ahead import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
+from moe_core.torch_tools import ignore_experts, is_averaged
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -119,27 +120,9 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class WithoutExperts(nn.Module):
-    """Hides the experts of a model from DistributedDataParallel:
-    `DistributedDataParallel(WithoutExperts(model))`.
-
-    `forward` calls the model. Only the shared parameters are registered, because experts differ
-    between ranks. Buffers are not registered either, so they are not broadcast. The model is not a
-    submodule, so its parameter names and state dict do not change.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        experts = set(expert_parameters(model).values())
-        self.shared = nn.ParameterList(p for p in model.parameters() if p not in experts)
-        self._model = [model]  # a list prevents registration as a submodule
-
-    def forward(self, *args, **kwargs):
-        return self._model[0](*args, **kwargs)
-
-    def train(self, mode: bool = True) -> "WithoutExperts":
-        self._model[0].train(mode)
-        return super().train(mode)
+def WithoutExperts(model: nn.Module) -> nn.Module:
+    """The former name of `ignore_experts`, which the model's experts are no longer hidden by."""
+    return ignore_experts(model)
 
 
 @torch.no_grad()
@@ -147,26 +130,26 @@ def average_expert_gradients(model: nn.Module) -> None:
     """Average expert gradients over all data-parallel ranks, as DistributedDataParallel does for
     the shared parameters.
 
-    The backward pass of the exchange has summed them over the ranks of an expert group. This
-    function sums them over the replicas and divides by the number of ranks. Every rank must call
-    it once per optimiser step.
+    It is needed where `ExpertGroup.for_torch_tools` is False: the exchange has then only summed
+    them over the ranks of an expert group. This function sums them over the replicas and divides by
+    the number of ranks. Every rank must call it once per optimiser step. Gradients that a backward
+    pass has averaged stay as they are.
     """
     waits = []
     averaged: set[nn.Parameter] = set()  # layers may have the same experts
     for layer in moe_layers(model).values():
         group = layer.group
-        num_ranks = group.size * group.num_replicas
-        if num_ranks == 1:
+        if group.num_ranks == 1:
             continue
         for parameter in layer.experts.parameters():
-            if parameter in averaged:
+            if parameter in averaged or is_averaged(parameter):
                 continue
             averaged.add(parameter)
             if parameter.grad is None:
                 if group.num_replicas == 1 or not parameter.requires_grad:
                     continue
                 parameter.grad = torch.zeros_like(parameter)  # a replica may have a gradient
-            parameter.grad.div_(num_ranks)
+            parameter.grad.div_(group.num_ranks)
             if group.num_replicas > 1:
                 operation = "sum of expert gradients over replicas"
                 waits.append(group.replicas.start_all_reduce(parameter.grad, operation))

@@ -67,6 +67,11 @@ class ExpertGroup:
         ranks: the collectives of this group.
         replicas: the collectives of the replicas (of one rank if there are none).
         comm_stream: runs exchanges concurrently with the experts' work.
+        num_ranks: all data-parallel ranks: those of the group, times the replicas.
+        for_torch_tools: the backward pass averages expert gradients over all ranks, and
+            `state_dict` has experts as DTensors. False: gradients are sums over the group until
+            `average_expert_gradients` is called once per step, and `state_dict` has this rank's
+            experts as plain tensors.
 
     Raises:
         ValueError: ranks_per_node does not divide the group; this process is not a member of the
@@ -88,6 +93,8 @@ class ExpertGroup:
         self.rank = 0 if process_group is None else process_group.rank()
         self.num_replicas = 1 if replicas is None else replicas.size()
         self.replica = 0 if replicas is None else replicas.rank()
+        self.num_ranks = self.size * self.num_replicas
+        self.for_torch_tools = True
         self._global_ranks = [0]
         if process_group is not None:
             self._global_ranks = dist.get_process_group_ranks(process_group)

@@ -264,5 +264,7 @@ def _check_stages(
 def _expert_group() -> ExpertGroup | None:
     """The group of all processes; None for a single process."""
     if dist.is_initialized():
-        return make_expert_groups(dist.get_world_size())
+        group = make_expert_groups(dist.get_world_size())
+        group.for_torch_tools = False  # as in `swinv2_moe.train.distributed.expert_group`
+        return group
     return None

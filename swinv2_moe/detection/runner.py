@@ -1,8 +1,6 @@
 """mmengine's runner with checkpoints of the per-expert store and distributed experts."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +14,7 @@ from mmengine.runner import BaseLoop, Runner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from moe_core import expert_parameters, moe_layers, prepared
+from moe_core import expert_parameters, ignore_experts, moe_layers, prepared
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.progress import ProgressHook, quiet_console
 from swinv2_moe.detection.pth import load_pth, read_pth
@@ -78,9 +76,7 @@ class MoERunner(Runner):
             "init_sync": False,  # _init_model_weights synchronises
             "find_unused_parameters": self.cfg.get("find_unused_parameters", False),
         }
-        # so that DistributedDataParallel does not average the gradients of sharded experts
-        with _without_gradients(sharded_experts(model)):
-            wrapped = super().wrap_model(wrapper, model)
+        wrapped = super().wrap_model(wrapper, ignore_experts(model))
         wrapped.broadcast_buffers = False  # the argument warns from torch 2.15 on
         return wrapped
 
@@ -206,19 +202,6 @@ def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
 
     loop.run = run_within
     return loop
-
-
-@contextmanager
-def _without_gradients(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Set `requires_grad` of trained parameters to False within the block."""
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_()
 
 
 def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:

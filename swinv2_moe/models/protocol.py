@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_core import MoEConfig, MoELayer
+from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.config import PUBLISHED_MOE
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
@@ -119,6 +119,7 @@ class MoEModel(nn.Module):
                 )
                 self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)
+        ignore_experts(self)
 
     # Defined by each model
 

@@ -287,11 +287,13 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
     if world.group is None:
         return None
     try:
-        return make_expert_groups(
+        group = make_expert_groups(
             config.expert_parallel_size or world.size, world.timeout, config.ranks_per_node or None
         )
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
+    group.for_torch_tools = False  # a step averages once, and moe_core.checkpoint saves
+    return group
 
 
 def seed_everything(*parts: int) -> None:

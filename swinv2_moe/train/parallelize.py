@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_core import WithoutExperts, expert_parameters
+from moe_core import expert_parameters, ignore_experts
 from swinv2_moe.models import MoEModel, WithAuxLoss
 from swinv2_moe.train.distributed import World
 
@@ -35,7 +35,9 @@ def parallelize(
         wrapped.compile()
     if world.size == 1:
         return wrapped
-    return DistributedDataParallel(WithoutExperts(wrapped), process_group=world.group)
+    replicated = DistributedDataParallel(ignore_experts(wrapped), process_group=world.group)
+    replicated.broadcast_buffers = False  # the argument warns from torch 2.15 on
+    return replicated
 
 
 def settle_buckets(replicated: nn.Module, model: MoEModel, world: World) -> None:

@@ -116,7 +116,7 @@ def on_subgroups(rank: int) -> None:
     expected = single[1](single[0](expected_x)[0])[0]
     (expected * weight).sum().backward()
     torch.testing.assert_close((y, x.grad), (expected, expected_x.grad), **CLOSE)
-    check_gradients_are_sums_over_the_group(
+    check_gradients_are_means_over_the_group(
         layers[1], [0, 1] if rank < 2 else [2, 3], counts, single
     )
     model = nn.ModuleList(layers)
@@ -127,7 +127,7 @@ def on_subgroups(rank: int) -> None:
     torch.testing.assert_close(global_grad_norm(model).item(), whole**0.5, rtol=1e-6, atol=0)
 
 
-def check_gradients_are_sums_over_the_group(
+def check_gradients_are_means_over_the_group(
     layer: MoELayer, ranks: list[int], counts, single: nn.Module
 ) -> None:
     single.zero_grad()
@@ -135,7 +135,7 @@ def check_gradients_are_sums_over_the_group(
         x, weight = inputs_of(r, counts)
         (single[1](single[0](x)[0])[0] * weight).sum().backward()
     for name, parameter in layer.experts.named_parameters():
-        expected = single[1].experts.get_parameter(name).grad
+        expected = single[1].experts.get_parameter(name).grad / len(ranks)
         torch.testing.assert_close(
             parameter.grad, owned(expected, layer, f"experts.{name}"), **CLOSE
         )

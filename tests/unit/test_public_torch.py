@@ -25,6 +25,10 @@ KNOWN = {
     "torch.distributed._symmetric_memory",
     "torch.distributed._symmetric_memory.empty",
     "torch.distributed._symmetric_memory.rendezvous",
+    # The only way to keep DistributedDataParallel from overwriting distributed experts, and to see
+    # that it has; torch's documentation of DDP's ignored parameters names the first.
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
 }
 
 

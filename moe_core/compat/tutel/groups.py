@@ -96,6 +96,8 @@ def expert_group_of(group: dist.ProcessGroup | None) -> ExpertGroup:
             _expert_groups[group] = make_expert_groups(dist.get_world_size())
         else:
             _expert_groups[group] = ExpertGroup(group)
+        # Tutel's gradients are sums, and its state dicts hold the experts of a rank
+        _expert_groups[group].for_torch_tools = False
     return _expert_groups[group]
 
 

@@ -1,30 +1,17 @@
-"""What DistributedDataParallel sees of a model whose experts are spread over the ranks."""
+"""The models of one process stay as they are, whatever hides experts from DistributedDataParallel."""
 
-import torch
 from moe_cases import make_layer
-from torch import nn
 
-from moe_core import WithoutExperts
+from moe_core import WithoutExperts, ignore_experts
 
 
-def test_has_the_shared_parameters_alone():
+def test_hides_nothing_from_torch():
     layer = make_layer(model_dim=8, hidden_dim=16)
-    norm = nn.BatchNorm1d(8).double()  # has buffers
-    model = nn.ModuleList([norm, layer])
-    seen = list(WithoutExperts(model).parameters())
-    assert {id(parameter) for parameter in seen} == {
-        id(norm.weight),
-        id(norm.bias),
-        id(layer.router.weight),
-    }
-    assert list(WithoutExperts(model).buffers()) == []
-
-
-def test_calls_the_model_and_switches_its_mode():
-    layer = make_layer(model_dim=8, hidden_dim=16)
-    wrapped, x = WithoutExperts(layer), torch.randn(3, 8, dtype=torch.float64)
-    wrapped.eval()
-    assert not layer.training
-    torch.testing.assert_close(wrapped(x, top_k=1), layer(x, top_k=1))
-    wrapped.train()
-    assert layer.training
+    for mark in (WithoutExperts, ignore_experts):
+        model = mark(layer)
+        assert model is layer
+        names = list(model.state_dict())
+        assert names == [name for name, _ in layer.named_parameters()]
+        assert "experts.w1" in names
+        # the experts of one process are copies that DistributedDataParallel averages
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")

@@ -1,0 +1,386 @@
+"""Experts that are distributed over ranks, inside torch's tools for data-parallel training.
+
+These tools expect that every rank has the same parameters. For distributed experts:
+
+- DistributedDataParallel skips the parameters in its own list, which `ignore_experts` sets.
+- Hooks average the experts' gradients in the backward pass, as DistributedDataParallel does for
+  other parameters.
+- `state_dict` has DTensors, which torch.distributed.checkpoint saves and loads on any number of
+  ranks.
+- What cannot be made right is refused: FSDP and ZeroRedundancyOptimizer over experts, and shared
+  parameters that differ between ranks.
+"""
+
+# E experts of the layer, W ranks of its group, s ranks that share an expert (1 if E >= W)
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_core.experts import Experts
+from moe_core.parallel.groups import ExpertGroup
+from moe_core.ranks import Ranks
+
+if TYPE_CHECKING:
+    from moe_core.layer import MoELayer
+
+# The parameters that have the hooks of `_Average`, and the hooks by module of experts. They are not
+# attributes: layers may share experts, and the copies of a model have no hooks.
+_AVERAGED = WeakTensorKeyDictionary()
+_AVERAGES: "weakref.WeakKeyDictionary[nn.Module, _Average]" = weakref.WeakKeyDictionary()
+_LAYERS = WeakTensorKeyDictionary()  # layers of distributed experts, by parameter
+_OPTIMIZERS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # that have hooks
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def ignore_experts(model: nn.Module) -> nn.Module:
+    """Exclude distributed experts from DistributedDataParallel, and return the model:
+    `DistributedDataParallel(ignore_experts(model))`.
+
+    Call it before DistributedDataParallel, accelerate's `prepare`, or a trainer that calls one of
+    these. The model is the module that they get. A MoELayer, and the models of swinv2_moe, need no
+    call if they are this module. Other experts stay as they are.
+
+    It sets the list of ignored parameters that DistributedDataParallel reads from its module. The
+    model itself, its parameters and its state dict do not change.
+    """
+    from moe_core.training import moe_layers
+
+    own = set()
+    for layer in moe_layers(model).values():
+        group = layer.group
+        # DistributedDataParallel itself averages experts that are only replicated
+        if group.size > 1 or (group.num_ranks > 1 and not group.for_torch_tools):
+            own |= set(layer.experts.parameters())
+    experts = {name for name, parameter in model.named_parameters() if parameter in own}
+    if experts:
+        # DistributedDataParallel has no public way to get the list
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        names = sorted(experts.union(ignored))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+# --- gradients
+
+
+def is_averaged(parameter: nn.Parameter) -> bool:
+    """Whether the backward pass averages the gradient of the parameter over the ranks."""
+    return parameter in _AVERAGED
+
+
+def average_in_backward(experts: nn.Module, group: ExpertGroup) -> None:
+    """Average the gradients of the experts over all data-parallel ranks in the backward pass.
+
+    A layer calls this in each forward pass, because parameters may have been replaced. A module of
+    the user's own may leave parameters unused on some replicas. With replicas it therefore needs
+    `average_expert_gradients`.
+    """
+    if group.num_replicas > 1 and not isinstance(experts, Experts):
+        return
+    average = _AVERAGES.setdefault(experts, _Average(experts, group))
+    average.ready.clear()
+    for parameter in experts.parameters():
+        if parameter.requires_grad and parameter not in _AVERAGED:
+            parameter.register_hook(average.divide)
+            if group.num_replicas > 1:
+                parameter.register_post_accumulate_grad_hook(average.reduce)
+            _AVERAGED[parameter] = True
+
+
+class _Average:
+    """Averages the gradients of one module in the backward pass.
+
+    The exchange has summed a gradient over the group, so each new gradient is divided by the size
+    of the group. Once all gradients of the module are accumulated, they are averaged over the
+    replicas, in the order of the parameters: the order in which gradients are computed may differ
+    between replicas. Earlier gradients are equal on all replicas, so their average is the same.
+    """
+
+    def __init__(self, experts: nn.Module, group: ExpertGroup) -> None:
+        self.experts = weakref.ref(experts)
+        self.group = group
+        self.ready: set[nn.Parameter] = set()
+
+    def divide(self, grad: Tensor) -> Tensor:
+        return grad / self.group.size
+
+    @torch.no_grad()
+    def reduce(self, parameter: nn.Parameter) -> None:
+        experts = self.experts()
+        if experts is None:
+            return
+        trained = [p for p in experts.parameters() if p.requires_grad]
+        self.ready.add(parameter)
+        if not self.ready.issuperset(trained):
+            return
+        self.ready.clear()
+        waits = []
+        for p in trained:
+            assert p.grad is not None
+            p.grad.div_(self.group.num_replicas)
+            operation = "average of expert gradients over replicas"
+            waits.append(self.group.replicas.start_all_reduce(p.grad, operation))
+        for wait in waits:
+            wait()
+
+
+# --- state dicts
+
+
+class ExpertShards(DTensor):
+    """The experts of all ranks, of which this rank has its own: a DTensor of `state_dict`.
+
+    torch.distributed.checkpoint saves and loads it on any number of ranks. `torch.save` and
+    safetensors, which would write this rank's experts only, are refused.
+    """
+
+    __slots__ = ()
+
+    def _refuse(self, *_) -> NoReturn:
+        raise ValueError(
+            f"experts of all ranks {list(self.shape)}: torch.save and safetensors would keep this"
+            " rank's only: save on all ranks with torch.distributed.checkpoint or"
+            " moe_core.save_tensors"
+        )
+
+    def redistribute(self, *args, **kwargs) -> DTensor:
+        """Also part of `full_tensor`. Ranks that share an expert have no process group for it."""
+        mesh = self.device_mesh
+        if mesh.get_group(0).size() != mesh.size(0):
+            raise ValueError(
+                f"experts {list(self.shape)} of which {mesh.size(1)} ranks share one cannot be"
+                " gathered: save them with torch.distributed.checkpoint or moe_core.save_tensors"
+            )
+        return super().redistribute(*args, **kwargs)
+
+    __reduce_ex__ = untyped_storage = storage = data_ptr = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict) -> DTensor:
+        copy = self.detach().clone()
+        assert isinstance(copy, DTensor)
+        return _guarded(copy)
+
+
+def _guarded(tensor: DTensor) -> DTensor:
+    tensor.__class__ = ExpertShards
+    return tensor
+
+
+def _sharded(tensor: Tensor, layer: "MoELayer") -> Tensor:
+    """A tensor of this rank's experts as a DTensor over the group, in the same memory.
+
+    Tensors with another first dim, of an experts module of the user's own, stay as they are.
+    """
+    shard = layer.shard
+    if tensor.ndim < min(shard.num_parts, 2) or tensor.shape[:1] != (shard.num_experts,):
+        return tensor
+    mesh, placements = _layout(layer, tensor.device.type)
+    sharded = DTensor.from_local(tensor.detach(), mesh, placements, run_check=False)
+    return _guarded(sharded)
+
+
+def _local(tensor: Tensor, layer: "MoELayer") -> Tensor:
+    """This rank's part of the result of `_sharded`. Other tensors stay as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    expected, _ = _layout(layer, local.device.type)
+    if tensor.device_mesh != expected:
+        raise ValueError(
+            f"the state dict has the experts of {tensor.device_mesh}, the layer those of {expected}"
+        )
+    return local
+
+
+def shard_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) -> None:
+    """A state-dict hook: the tensors of distributed experts become DTensors over the group."""
+    if layer.group.size == 1 or not layer.group.for_torch_tools:
+        return
+    for name, tensor in state.items():
+        if name.startswith(f"{prefix}experts.") and not isinstance(tensor, DTensor):
+            state[name] = _sharded(tensor, layer)
+
+
+def localize_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) -> None:
+    """A hook before loading: replace the DTensors of `shard_state` by this rank's experts.
+
+    Raises:
+        ValueError: the experts are those of other ranks.
+    """
+    if layer.group.size == 1:
+        return
+    for name, tensor in state.items():
+        if name.startswith(f"{prefix}experts."):
+            state[name] = _local(tensor, layer)
+
+
+def register_experts(layer: "MoELayer") -> None:
+    """Let optimisers find the layer of its parameters."""
+    if layer.group.size > 1 and layer.group.for_torch_tools:
+        for parameter in layer.experts.parameters():
+            _LAYERS[parameter] = weakref.ref(layer)
+
+
+def _map_moments(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    convert: Callable[[Tensor, "MoELayer"], Tensor],
+) -> dict[str, Any]:
+    """A copy of an optimiser's state dict, with the tensors of distributed experts converted."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    moments = dict(state["state"])
+    for key, parameter in zip(keys, parameters, strict=False):
+        layer = _LAYERS[parameter]() if parameter in _LAYERS else None
+        if layer is None or key not in moments:
+            continue
+        converted = dict(moments[key])
+        for name, value in converted.items():
+            if isinstance(value, Tensor):
+                converted[name] = convert(value, layer)
+        moments[key] = converted
+    return state | {"state": moments}
+
+
+def _shard_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A hook behind an optimiser's `state_dict`: as `shard_state`, for moments of experts."""
+    return _map_moments(optimizer, state, _sharded)
+
+
+def _localize_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A hook before an optimiser's `load_state_dict`: as `localize_state`."""
+    return _map_moments(optimizer, state, _local)
+
+
+def _layout(layer: "MoELayer", device_type: str) -> tuple[DeviceMesh, list[Shard]]:
+    """The ranks of the group as a mesh [W], or [W / s, s] if s ranks share an expert, and the dim
+    of an expert tensor that is sharded over each dim of the mesh."""
+    process_group, num_parts = layer.group.process_group, layer.shard.num_parts
+    assert process_group is not None
+    if num_parts in (1, layer.group.size):
+        mesh = DeviceMesh.from_group(process_group, device_type)
+        return mesh, [Shard(int(num_parts > 1))]
+    ranks = torch.tensor(dist.get_process_group_ranks(process_group)).view(-1, num_parts)
+    groups = [process_group, layer.group.owners(num_parts).process_group or process_group]
+    names = ("experts", "parts")
+    mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+    return mesh, [Shard(0), Shard(1)]
+
+
+# --- refusals
+
+
+def before_pass(layer: "MoELayer") -> None:
+    """Check the ranks, and average the gradients of this pass. Called in each forward pass of a
+    layer whose experts are distributed.
+
+    Raises:
+        ValueError: DistributedDataParallel takes the experts for copies of one tensor; or weights
+            that should be equal differ between ranks.
+    """
+    parallel = DistributedDataParallel._get_active_ddp_module()
+    if parallel is not None:
+        _check_ignored(layer, parallel)
+    if not layer.group.for_torch_tools or not torch.is_grad_enabled():
+        return
+    register_experts(layer)
+    average_in_backward(layer.experts, layer.group)
+    if not layer.training:
+        return
+    passes = layer.num_training_passes
+    layer.num_training_passes += 1
+    if passes and passes & (passes - 1) == 0:  # passes 2, 3, 5, 9, 17, ...
+        _check_equal(layer, parallel)
+
+
+def _check_ignored(layer: "MoELayer", parallel: DistributedDataParallel) -> None:
+    if layer.checked_parallel == id(parallel):
+        return
+    own = set(layer.experts.parameters())
+    for name, parameter in parallel.module.named_parameters():
+        if parameter in own and name not in parallel.parameters_to_ignore:
+            raise ValueError(
+                f"{name}: DistributedDataParallel has overwritten this rank's experts with those"
+                " of rank 0: create the model again (and load its weights), and call"
+                " DistributedDataParallel(moe_core.ignore_experts(model))"
+            )
+    layer.checked_parallel = id(parallel)
+
+
+def _check_equal(layer: "MoELayer", parallel: DistributedDataParallel | None) -> None:
+    """Compare the router's weights over the ranks of the group. Compare experts over the replicas,
+    where only the user averages them."""
+    if not _are_equal(layer.router, layer.group.ranks):
+        raise ValueError(
+            f"{_name_of(layer, parallel)}: the router's weights differ between the ranks of the"
+            f" {layer.group}, so shared parameters were updated differently: train within"
+            " DistributedDataParallel(moe_core.ignore_experts(model)) or FSDP2, clip with"
+            " moe_core.clip_gradients in place of torch.nn.utils.clip_grad_norm_, and skip a step"
+            " on all ranks or on none"
+        )
+    if isinstance(layer.experts, Experts) or parallel is None:
+        return
+    if not _are_equal(layer.experts, layer.group.replicas):
+        raise ValueError(
+            f"{_name_of(layer, parallel)}: the experts differ between replicas: call"
+            " moe_core.average_expert_gradients(model) after each backward pass"
+        )
+
+
+@torch.no_grad()
+def _are_equal(module: nn.Module, ranks: Ranks) -> bool:
+    """Whether a checksum of the module's parameters is the same on all ranks."""
+    weights = [weight.detach() for weight in module.parameters()]
+    weights = [w for w in weights if w.itemsize in _INTEGERS and not isinstance(w, DTensor)]
+    if ranks.size == 1 or not weights:
+        return True
+    bits = [weight.view(_INTEGERS[weight.itemsize]).sum(dtype=torch.int64) for weight in weights]
+    checksum = torch.stack(bits).sum()
+    bounds = torch.stack([checksum, ~checksum]).to(ranks.device)
+    ranks.all_reduce(bounds, "comparison of replicated weights", dist.ReduceOp.MAX)
+    largest, inverted_smallest = bounds.tolist()
+    return largest == ~inverted_smallest
+
+
+def _name_of(layer: "MoELayer", parallel: DistributedDataParallel | None) -> str:
+    if parallel is not None:
+        for name, module in parallel.module.named_modules():
+            if module is layer and name:
+                return name
+    return f"MoELayer of {layer.config.num_experts} experts (model_dim {layer.config.model_dim})"
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Before each step of any optimiser: prepare its state dict if it has distributed experts.
+
+    Raises:
+        ValueError: it is a ZeroRedundancyOptimizer, whose step would overwrite each rank's experts
+            with those of the rank that updates them.
+    """
+    if optimizer in _OPTIMIZERS:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(parameter in _LAYERS for parameter in parameters):
+        return
+    if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
+        raise ValueError(
+            "ZeroRedundancyOptimizer would overwrite this rank's experts with those of another"
+            " rank: give it the other parameters only, and update"
+            " moe_core.expert_parameters(model).values() with an optimiser of their own"
+        )
+    optimizer.register_state_dict_post_hook(_shard_moments)
+    optimizer.register_load_state_dict_pre_hook(_localize_moments)
+    _OPTIMIZERS.add(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)

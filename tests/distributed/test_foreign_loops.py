@@ -1,0 +1,240 @@
+"""Distributed experts inside torch's own tools, accelerate, Lightning and transformers' Trainer."""
+
+# R ranks of the world, W ranks of an expert group
+
+import io
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from moe_cases import make_layer, owned
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_core import (
+    WithoutExperts,
+    average_expert_gradients,
+    clip_gradients,
+    expert_parameters,
+    ignore_experts,
+)
+from moe_core.parallel import make_expert_groups
+from swinv2_moe.models.vit_moe import VisionTransformerMoE
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+SHAPE = {"model_dim": 8, "hidden_dim": 8, "capacity_factor": 0.0, "top_k": 1}
+
+
+class Net(nn.Module):
+    """A trunk and a layer of experts; the output has the attributes that trainers read."""
+
+    def __init__(self, group=None, num_experts: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8).double()
+        self.moe = make_layer(group=group, num_experts=num_experts, **SHAPE)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y, aux_loss = self.moe(self.first(x.double()))
+        return {"loss": y.square().sum() + 0.1 * aux_loss}
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(5, 8, generator=generator)
+
+
+def check_gradients(model: Net, num_steps: int = 1) -> None:
+    """The gradients are those of one process with the batches of all ranks."""
+    single, num_ranks = Net(num_experts=model.moe.config.num_experts), dist.get_world_size()
+    for step in range(num_steps):
+        for rank in range(num_ranks):
+            (single(batch(rank, step))["loss"] / num_ranks).backward()
+    for name, parameter in model.named_parameters():
+        expected = single.get_parameter(name).grad
+        if name.startswith("moe."):
+            expected = owned(expected, model.moe, name.removeprefix("moe."))
+        torch.testing.assert_close(parameter.grad, expected, **CLOSE, msg=name)
+
+
+def check_data_parallel(rank: int) -> None:
+    for size, num_experts in ((2, 4), (4, 2), (1, 2)):
+        group = make_expert_groups(size)
+        for mark in (ignore_experts, WithoutExperts):
+            model = Net(group, num_experts)
+            before = [p.detach().clone() for p in model.parameters()]
+            parallel = DistributedDataParallel(mark(model))
+            assert all(map(torch.equal, before, model.parameters()))
+            with parallel.no_sync():
+                parallel(batch(rank, 0))["loss"].backward()
+            parallel(batch(rank, 1))["loss"].backward()
+            check_gradients(model, 2)
+            average_expert_gradients(model)  # nothing is averaged twice
+            check_gradients(model, 2)
+    # the root knows its experts, or is refused
+    layer = make_layer(group=make_expert_groups(2), num_experts=4, **SHAPE)
+    backbone = VisionTransformerMoE(
+        img_size=16,
+        patch_size=4,
+        embed_dim=8,
+        depth=2,
+        num_heads=2,
+        num_experts=4,
+        moe_blocks=[[1]],
+        expert_group=layer.group,
+    )
+    for root in (layer, backbone):
+        before = [p.detach().clone() for p in expert_parameters(root).values()]
+        DistributedDataParallel(root)
+        assert all(map(torch.equal, before, expert_parameters(root).values()))
+    parallel = DistributedDataParallel(Net(layer.group))
+    with pytest.raises(ValueError, match=r"moe.experts.w1: Dist.* overwritten .*ignore_experts"):
+        parallel(batch(rank))
+
+
+def check_drift(rank: int) -> None:
+    """Ranks that update shared parameters differently are told in the second or third pass."""
+    group = make_expert_groups(2)
+    for is_parallel in (True, False):
+        model: nn.Module = Net(group)
+        if is_parallel:
+            model = DistributedDataParallel(ignore_experts(model))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(batch(rank))["loss"].backward()
+        if is_parallel:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"router's weights differ .*moe_core.clip_gradients"):
+            model(batch(rank))
+    model = Net(group)
+    model.requires_grad_(False).moe.experts.requires_grad_()
+    parallel = ignore_experts(model)
+    optimizer = torch.optim.SGD(expert_parameters(model).values(), 0.1)
+    for step in range(3):  # a frozen trunk does not drift
+        parallel(batch(rank, step))["loss"].backward()
+        clip_gradients(model, 0.1)
+        optimizer.step()
+
+
+def check_zero(rank: int) -> None:
+    model = Net(make_expert_groups(2))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(batch(rank))["loss"].backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer would overwrite"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ValueError, match=r"would keep this rank's only: save on all ranks"):
+        torch.save(model.state_dict(), io.BytesIO())
+    with pytest.raises(ValueError, match=r"would keep this rank's only: save on all ranks"):
+        safetensors.torch.save(model.state_dict())
+    model = Net(make_expert_groups(2))
+    experts = set(expert_parameters(model).values())
+    others = [p for p in model.parameters() if p not in experts]
+    ZeroRedundancyOptimizer(others, torch.optim.SGD, lr=0.1).step()
+
+
+def check_fully_sharded(rank: int) -> None:
+    group = make_expert_groups(2)
+    with pytest.raises(ValueError, match=r"experts.w1: .* ignored_params=set\(moe_core.expert"):
+        fully_shard(Net(group))
+    with pytest.raises(ValueError, match=r"experts.w1: .* ignored_states=list\(moe_core.expert"):
+        FullyShardedDataParallel(Net(group), device_id=torch.device("cpu"))
+    model = Net(group)
+    fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+    model(batch(rank))["loss"].backward()
+    for parameter in model.parameters():
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.full_tensor()
+    check_gradients(model)
+
+
+def inside_torch(rank: int) -> None:
+    for check in (check_data_parallel, check_drift, check_zero, check_fully_sharded):
+        check(rank)
+
+
+def test_torchs_tools_are_right_or_refuse(run_processes):
+    run_processes(inside_torch, 4)
+
+
+def trained(group, num_experts: int, shards: bool) -> tuple[Net, torch.optim.Optimizer]:
+    """A model and its AdamW after a step on the same batch."""
+    model = Net(group, num_experts)
+    if shards:
+        fully_shard(model, ignored_params=set(expert_parameters(model).values()))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(batch(0))["loss"].backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def check_loaded(model, optimizer, single, single_optimizer) -> None:
+    for name, parameter in model.named_parameters():
+        whole = single.get_parameter(name)
+        moments = optimizer.state[parameter]["exp_avg"]
+        expected_moments = single_optimizer.state[whole]["exp_avg"]
+        for found, expected in ((parameter, whole), (moments, expected_moments)):
+            if isinstance(found, DTensor):
+                found = found.full_tensor()
+            if name.startswith("moe."):
+                expected = owned(expected, model.moe, name.removeprefix("moe."))
+            torch.testing.assert_close(found, expected, **CLOSE, msg=name)
+
+
+def load_anew(group, num_experts: int, shards: bool, file: Path, ranks) -> tuple:
+    """A model and its optimiser from a checkpoint."""
+    model, optimizer = trained(group, num_experts, shards)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+            optimizer.state[parameter]["exp_avg"].zero_()
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=file, process_group=ranks)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return model, optimizer
+
+
+def through_checkpoints(rank: int, folder: Path) -> None:
+    """What one number of ranks saves, another loads: one, groups of 2 with replicas, 4 ranks with
+    parts of experts, a sharded trunk."""
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+    pair, four = make_expert_groups(2), make_expert_groups(4)
+    layouts = {
+        "one": (None, False),
+        "replicas": (pair, False),
+        "four": (four, False),
+        "sharded": (pair, True),
+    }
+    for num_experts in (2, 4):
+        reference = trained(None, num_experts, False)
+        for name, (group, shards) in layouts.items():
+            ranks = None if group else alone
+            if group or rank == 0:
+                state = state_of(*trained(group, num_experts, shards))
+                file = folder / f"{num_experts}{name}"
+                dcp.save(state, checkpoint_id=file, process_group=ranks)
+        dist.barrier()
+        for group, shards in layouts.values():
+            ranks = None if group else alone
+            for source in layouts:
+                file = folder / f"{num_experts}{source}"
+                check_loaded(*load_anew(group, num_experts, shards, file, ranks), *reference)
+
+
+def test_torchs_checkpoints_load_on_any_number_of_ranks(run_processes, tmp_path):
+    run_processes(through_checkpoints, 4, tmp_path)
