@@ -1,4 +1,4 @@
-"""The models of one process stay as they are, whatever hides experts from DistributedDataParallel."""
+"""Marks for DistributedDataParallel hide nothing of a model from other tools."""
 
 from moe_cases import make_layer
 
