@@ -1,6 +1,6 @@
 """Collectives among the ranks of a process group, with errors that name the operation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,9 @@ class CollectiveError(RuntimeError):
     A timeout of NCCL raises no exception: torch's watchdog aborts the process. Its log names the
     operation and the description of the process group (purpose and ranks).
     """
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,33 @@ class Ranks:
             with self.named_errors(operation):
                 dist.broadcast(values, group_src=0, group=self.process_group)
         return values
+
+    @torch.no_grad()
+    def first_difference(self, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
+        """The name of the first tensor that is not equal on all ranks, and the first rank where it
+        differs from rank 0; None if all are equal.
+
+        Sums of the tensors' bits are compared. The host waits for the device.
+        """
+        if self.size == 1 or not tensors:
+            return None
+        sums = []
+        for tensor in tensors.values():
+            bits = tensor.detach().view(_INTEGERS[tensor.itemsize])
+            sums.append(bits.sum(dtype=torch.int64))
+        checksums = torch.stack(sums).to(self.device)
+        bounds = torch.stack([checksums, ~checksums])
+        largest, inverted_smallest = self.all_reduce(
+            bounds, "comparison of replicated weights", dist.ReduceOp.MAX
+        )
+        if torch.equal(largest, ~inverted_smallest):
+            return None
+        of_ranks = self.gather_objects(checksums.tolist(), "comparison of replicated weights")
+        for i, name in enumerate(tensors):
+            for rank, own in enumerate(of_ranks):
+                if own[i] != of_ranks[0][i]:
+                    return name, rank
+        return None
 
     def gather_objects(self, value: object, operation: str) -> list:
         """The `value` of every rank, on every rank. It must be small and picklable."""

@@ -28,7 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_core.experts import Experts
 from moe_core.parallel.groups import ExpertGroup
-from moe_core.ranks import Ranks
 
 if TYPE_CHECKING:
     from moe_core.layer import MoELayer
@@ -39,7 +38,6 @@ _AVERAGED = WeakTensorKeyDictionary()
 _AVERAGES: "weakref.WeakKeyDictionary[nn.Module, _Average]" = weakref.WeakKeyDictionary()
 _LAYERS = WeakTensorKeyDictionary()  # layers of distributed experts, by parameter
 _OPTIMIZERS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # that have hooks
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def ignore_experts(model: nn.Module) -> nn.Module:
@@ -320,7 +318,9 @@ def _check_ignored(layer: "MoELayer", parallel: DistributedDataParallel) -> None
 def _check_equal(layer: "MoELayer", parallel: DistributedDataParallel | None) -> None:
     """Compare the router's weights over the ranks of the group. Compare experts over the replicas,
     where only the user averages them."""
-    if not _are_equal(layer.router, layer.group.ranks):
+    router = {n: p for n, p in layer.router.named_parameters() if not isinstance(p, DTensor)}
+    difference = layer.group.ranks.first_difference(router)
+    if difference is not None:
         raise ValueError(
             f"{_name_of(layer, parallel)}: the router's weights differ between the ranks of the"
             f" {layer.group}, so shared parameters were updated differently: train within"
@@ -330,26 +330,11 @@ def _check_equal(layer: "MoELayer", parallel: DistributedDataParallel | None) ->
         )
     if isinstance(layer.experts, Experts) or parallel is None:
         return
-    if not _are_equal(layer.experts, layer.group.replicas):
+    if layer.group.replicas.first_difference(dict(layer.experts.named_parameters())) is not None:
         raise ValueError(
             f"{_name_of(layer, parallel)}: the experts differ between replicas: call"
             " moe_core.average_expert_gradients(model) after each backward pass"
         )
-
-
-@torch.no_grad()
-def _are_equal(module: nn.Module, ranks: Ranks) -> bool:
-    """Whether a checksum of the module's parameters is the same on all ranks."""
-    weights = [weight.detach() for weight in module.parameters()]
-    weights = [w for w in weights if w.itemsize in _INTEGERS and not isinstance(w, DTensor)]
-    if ranks.size == 1 or not weights:
-        return True
-    bits = [weight.view(_INTEGERS[weight.itemsize]).sum(dtype=torch.int64) for weight in weights]
-    checksum = torch.stack(bits).sum()
-    bounds = torch.stack([checksum, ~checksum]).to(ranks.device)
-    ranks.all_reduce(bounds, "comparison of replicated weights", dist.ReduceOp.MAX)
-    largest, inverted_smallest = bounds.tolist()
-    return largest == ~inverted_smallest
 
 
 def _name_of(layer: "MoELayer", parallel: DistributedDataParallel | None) -> str:

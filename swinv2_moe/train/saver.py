@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from moe_core import moe_layers
+from moe_core import expert_parameters, moe_layers
 from moe_core.checkpoint import expert_file, tensors_by_file
 from moe_core.files import fsync
 from swinv2_moe.config import CheckpointConfig
@@ -140,10 +141,15 @@ class Saver:
             partial: write only the `policy.experts` experts of each layer that have the oldest
                 copies, and link the others to their copies in the previous checkpoint (arXiv
                 2408.04307, MoC-System).
+
+        Raises:
+            UserError: on every rank, if weights that should be equal differ between ranks. Nothing
+                is written, so that checkpoints from before the difference are kept.
         """
         started = time.perf_counter()
         self.wait()
         self.error = None
+        self._check_equal_weights(model, meta["step"])
         plan = self._plan(model, list(sections), meta, partial)
         if plan is None:
             return
@@ -183,6 +189,22 @@ class Saver:
         errors = [error for error in self.world.gather(self.error) if error]
         if errors:
             raise UserError(f"the last checkpoint was not saved: {errors[0]}")
+
+    def _check_equal_weights(self, model: nn.Module, step: int) -> None:
+        experts = expert_parameters(model)
+        trunk = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name not in experts and not isinstance(parameter, DTensor)
+        }
+        difference = self.world.ranks.first_difference(trunk)
+        if difference is not None:
+            name, rank = difference
+            raise UserError(
+                f"the checkpoint of step {step} is not saved: {name} of rank {rank} differs from"
+                " that of rank 0, though every step updates all ranks equally. Check the memory of"
+                f" the machines and their versions, and go on from an earlier checkpoint (--resume auto)"
+            )
 
     # Before a save, on rank 0
 

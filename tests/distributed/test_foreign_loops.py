@@ -3,6 +3,7 @@
 # R ranks of the world, W ranks of an expert group
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,144 @@ def through_checkpoints(rank: int, folder: Path) -> None:
 
 def test_torchs_checkpoints_load_on_any_number_of_ranks(run_processes, tmp_path):
     run_processes(through_checkpoints, 4, tmp_path)
+
+
+# --- trainers
+
+
+def experts_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in expert_parameters(model).values()]
+
+
+def expected_experts(group, num_steps: int) -> list[Tensor]:
+    """This rank's experts after steps of SGD in one process, with the batches of all ranks."""
+    single, model = Net(), Net(group)
+    optimizer = torch.optim.SGD(single.parameters(), 0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (single(batch(rank, step))["loss"] / dist.get_world_size()).backward()
+        optimizer.step()
+    names = expert_parameters(model)
+    return [
+        owned(single.get_parameter(name), model.moe, name.removeprefix("moe.")) for name in names
+    ]
+
+
+class Batches(torch.utils.data.Dataset):
+    """Row r of batch s is item (2 s + r): the samplers of trainers give each rank every second."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict:
+        return {"x": batch(index % 2, index // 2), "labels": 0}
+
+
+class Squeezed(Net):
+    """A Net for batches with one item [1, T, M]."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(x.squeeze(0))
+
+
+def in_accelerate(rank: int, folder: Path, clip: bool) -> nn.Module:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = ignore_experts(Net(make_expert_groups(2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parallel, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(3):
+        accelerator.backward(parallel(batch(rank, step))["loss"])
+        if clip:
+            accelerator.clip_grad_norm_(parallel.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="keep this rank's only"):
+        accelerator.save_state(folder)
+    return model
+
+
+def in_trainer(rank: int, folder: Path, clip: bool) -> nn.Module:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=1,
+        max_steps=3,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.1 if clip else 0.0,
+        disable_tqdm=True,
+    )
+    model = ignore_experts(Squeezed(make_expert_groups(2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, arguments, train_dataset=Batches(), optimizers=(optimizer, None))
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(Batches())
+    trainer.train()
+    with pytest.raises(ValueError, match="keep this rank's only"):
+        trainer.save_model(folder)
+    return model
+
+
+def in_lightning(rank: int, folder: Path, clip: bool) -> nn.Module:
+    import pytorch_lightning as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Squeezed(make_expert_groups(2))
+
+        def training_step(self, rows: dict, index: int) -> Tensor:
+            return self.net(rows["x"])["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        gradient_clip_val=0.1 if clip else None,
+    )
+    module = ignore_experts(Module())
+    trainer.fit(module, torch.utils.data.DataLoader(Batches(), 1))
+    with pytest.raises(ValueError, match="keep this rank's only"):
+        trainer.save_checkpoint(folder / "last.ckpt")
+    return module
+
+
+LOOPS = {
+    "accelerate": in_accelerate,
+    "transformers": in_trainer,
+    "pytorch_lightning": in_lightning,
+}
+
+
+def in_loop(rank: int, package: str, folder: Path) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the world is made already
+    model = LOOPS[package](rank, folder, False)
+    expected = expected_experts(make_expert_groups(2), 3)
+    torch.testing.assert_close(experts_of(model), expected, **CLOSE)
+    with pytest.raises(ValueError, match="router's weights differ"):
+        LOOPS[package](rank, folder, True)
+
+
+@pytest.mark.parametrize("package", list(LOOPS))
+def test_trainers_train_experts_as_one_process(package, run_processes, tmp_path):
+    pytest.importorskip(package)
+    if package == "transformers":
+        pytest.importorskip("accelerate")  # of its Trainer
+    run_processes(in_loop, 2, package, tmp_path)

@@ -2,6 +2,8 @@
 stays bit-equal."""
 
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from trainer_cases import make_trainer
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
 from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.saver import SavePolicy, Saver
 
 STEPS, CLIP = 50, 0.4
 OPTIONS = (
@@ -124,6 +128,19 @@ def check_fifty_steps(rank: int, seed: int, shard: bool) -> None:
         assert all(isinstance(trainer.step.model.get_parameter(name), DTensor) for name in shared)
     else:
         assert_equal_on(dist.group.WORLD, bits(trainer, shared), 4)
+        check_drift_is_not_saved(trainer, shared[1])
+
+
+def check_drift_is_not_saved(trainer: Trainer, name: str) -> None:
+    """A weight that differs in one bit on a rank."""
+    if trainer.world.rank == 2:
+        with torch.no_grad():
+            trainer.step.model.get_parameter(name).view(torch.int32)[0] ^= 1
+    root = Path(tempfile.mkdtemp()) / "checkpoints"
+    saver = Saver(root, trainer.world, SavePolicy())
+    with pytest.raises(UserError, match=f"step 50 is not saved: {name} of rank 2 differs"):
+        saver.save(trainer.step.model, trainer.step.state(), {"step": 50})
+    assert not root.exists()
 
 
 @pytest.mark.parametrize(
