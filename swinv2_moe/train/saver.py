@@ -203,7 +203,8 @@ class Saver:
             raise UserError(
                 f"the checkpoint of step {step} is not saved: {name} of rank {rank} differs from"
                 " that of rank 0, though every step updates all ranks equally. Check the memory of"
-                f" the machines and their versions, and go on from an earlier checkpoint (--resume auto)"
+                " the machines and their versions, and go on from an earlier checkpoint"
+                " (--resume auto)"
             )
 
     # Before a save, on rank 0
