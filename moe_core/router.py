@@ -22,6 +22,8 @@ from moe_core.ops.route.reference import largest
 from moe_core.precision import expert_dtype, without_autocast
 from moe_core.registry import ROUTERS, register_router
 
+_LEAST_SUM = 1e-30  # of a token's gate values
+
 
 class Routing(NamedTuple):
     """The experts and gate values of every token; `expert_ids[:, 0]` is the first choice."""
@@ -170,7 +172,7 @@ def route(
         if training:
             balance.add_load(ids)
     if balance is not None or config.gate_activation != "softmax":
-        gates = _gates_of(scores, ids, normalize)
+        gates = _gates_of(scores, noisy, ids, config.gate_activation, normalize)
     fused_value = None
     if sums is None:
         loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
@@ -182,7 +184,7 @@ def route(
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     if has_random_choices(random_share):
         ids = with_random_choices(ids, config.num_experts, random_share)
-        gates = _gates_of(scores, ids, normalize)
+        gates = _gates_of(scores, noisy, ids, config.gate_activation, normalize)
     return Routing(ids, gates, aux_loss, probs, scores=scores)
 
 
@@ -303,20 +305,27 @@ def gate_scores(logits: Tensor, activation: str) -> Tensor:
     return logits.softmax(1)
 
 
-def _gates_of(scores: Tensor, ids: Tensor, normalize: bool) -> Tensor:
-    """The gate values [T, K] of the chosen experts."""
+def _gates_of(
+    scores: Tensor, logits: Tensor, ids: Tensor, activation: str, normalize: bool
+) -> Tensor:
+    """The gate values [T, K] of the chosen experts, from the scores [T, E] of the logits."""
     gates = scores.gather(1, ids)
-    if normalize:
-        gates = gates / _gate_sums(gates)
-    return gates
+    if not normalize:
+        return gates
+    total = gates.sum(1, keepdim=True)
+    # Scores of all chosen experts that are (nearly) 0 have lost their quotients: sigmoid gates
+    # below logits of -69, or chosen logits that are not the largest ones.
+    chosen = logits.gather(1, ids)
+    if activation == "sigmoid":
+        chosen = F.logsigmoid(chosen)
+    limits = torch.finfo(chosen.dtype)
+    from_logits = chosen.clamp(limits.min, limits.max).softmax(1)
+    return torch.where(total > _LEAST_SUM, gates / total.clamp(min=_LEAST_SUM), from_logits)
 
 
 def _gate_sums(gates: Tensor) -> Tensor:
-    """The sum of each token's gate values [T, 1], at least 1e-30.
-
-    All gate values may be 0 with sigmoid gates, or if the chosen logits are not the largest ones.
-    """
-    return gates.sum(1, keepdim=True).clamp(min=1e-30)
+    """The sum of each token's gate values [T, 1], at least `_LEAST_SUM`."""
+    return gates.sum(1, keepdim=True).clamp(min=_LEAST_SUM)
 
 
 def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:

@@ -7,6 +7,9 @@
 `model.set_experts_implementation("moe_core")` changes an existing model. Routers, parameters,
 gradients and checkpoints remain those of transformers.
 
+Experts with another activation than SiLU, GELU, ReLU or that of gpt-oss, or with a norm, are
+computed expert by expert, and call the module's own activation.
+
 On a CPU weights are not copied. This includes the weights of gpt-oss, whose tensor [E, M, 2 H]
 interleaves two weights.
 
@@ -15,18 +18,23 @@ Source: the interface and the layouts, transformers 5.24, integrations/moe.py.
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
 
+import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_core.ops import ExpertWeights, make_plan, moe_ffn
-from moe_core.registry import (
-    ACTIVATIONS,
-    GATED_ACTIVATIONS,
-    register_activation,
-    register_gated_activation,
+from moe_core.ops import (
+    DispatchPlan,
+    ExpertWeights,
+    combine,
+    dispatch,
+    expert_linear,
+    make_plan,
+    moe_ffn,
 )
+from moe_core.precision import expert_dtype
 
 _OLDEST = (5, 24)
 try:
@@ -40,8 +48,12 @@ except ImportError as error:
     ) from error
 
 _NAME = "moe_core"
-# The engine's names of the activations of transformers and torch.
-_SAME = {
+# The engine's names of the activations of transformers and torch, by class or function.
+_NAMES = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    F.relu: "relu",
+    torch.relu: "relu",
     SiLUActivation: "silu",
     nn.SiLU: "silu",
     GELUActivation: "gelu",
@@ -84,26 +96,22 @@ def experts_forward(
         [T, M], in the dtype of hidden_states.
 
     Raises:
-        ValueError: the experts are followed by a norm, are under transformers' expert parallelism,
-            or have an activation that this engine does not support.
+        ValueError: the experts are under transformers' expert parallelism.
     """
-    _check(module)
-    weights = _weights(module)
-    activation = _activation(module)
-    plan = make_plan(top_k_index, module.num_experts, None)
-    gates = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
-    out = moe_ffn(hidden_states, gates, weights, plan, activation)
-    return out.to(hidden_states.dtype)
-
-
-def _check(module: Any) -> None:
-    name = type(module).__name__
-    if module.has_post_expert_norm:
-        raise ValueError(f"{name} has a norm behind each expert, which moe_core does not compute")
     if module._is_expert_parallel:
         raise ValueError(
-            f"{name} is under transformers' expert parallelism, where moe_core does not compute"
+            f"{type(module).__name__} is under transformers' expert parallelism, where moe_core"
+            " does not compute"
         )
+    plan = make_plan(top_k_index, module.num_experts, None)
+    gates = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
+    tokens = hidden_states.to(expert_dtype(hidden_states))
+    activation = _activation(module)
+    if activation is None or module.has_post_expert_norm:
+        out = _plain_forward(module, tokens, gates, plan)
+    else:
+        out = moe_ffn(tokens, gates, _weights(module), plan, activation)
+    return out.to(hidden_states.dtype)
 
 
 def _weights(module: Any) -> ExpertWeights:
@@ -144,54 +152,50 @@ def _halves(both: Tensor, dim: int, is_concatenated: bool) -> list[Tensor]:
 # 1. Activations
 
 
-def _activation(module: Any) -> str:
-    """The engine's name of the module's activation. A new activation is registered."""
-    gate = type(module)._apply_gate
+def _activation(module: Any) -> str | None:
+    """The engine's name of the experts' activation; None: only the module can compute it."""
+    gate = getattr(module._apply_gate, "__func__", None)  # not of a function set on the instance
     if not module.has_gate or gate is _moe._default_apply_gate:
-        return _plain_activation(module)
-    if gate.__qualname__ == "GptOssExperts._apply_gate":
-        return _clamped_swiglu(float(module.alpha), float(module.limit))
-    raise ValueError(
-        f"{type(module).__name__} has an activation of its own (_apply_gate), which moe_core does"
-        " not know"
-    )
+        return _NAMES.get(_function_of(module.act_fn))
+    gpt_oss = sys.modules.get("transformers.models.gpt_oss.modeling_gpt_oss")
+    if gpt_oss is None or gate is not gpt_oss.GptOssExperts._apply_gate:
+        return None
+    # Only these constants are built in.
+    if (float(module.alpha), float(module.limit)) != (1.702, 7.0):
+        return None
+    return "clamped_swiglu"
 
 
-def _plain_activation(module: Any) -> str:
-    """The engine's name of the activation `act_fn` of a module."""
-    act_fn = module.act_fn
-    if type(act_fn) in _SAME:
-        return _SAME[type(act_fn)]
-    kind = type(act_fn).__name__
-    if not isinstance(act_fn, nn.Module) or list(act_fn.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has the activation {kind}, which is no function without"
-            " parameters, as moe_core needs"
-        )
-    settings = []
-    for name, value in vars(act_fn).items():
-        is_state = isinstance(value, bool) and (name == "training" or name.startswith("_"))
-        if isinstance(value, int | float | str) and not is_state:
-            settings.append(f"{name}={value}")
-    name = f"transformers.{kind}({', '.join(settings)})"
-    if name not in ACTIVATIONS:
-        register_activation(name)(act_fn)
-    return name
+def _function_of(act_fn: Any) -> Any:
+    """The class of a module that computes what its class defines; otherwise `act_fn` itself."""
+    if not isinstance(act_fn, nn.Module):
+        return act_fn
+    has_hooks = act_fn._forward_hooks or act_fn._forward_pre_hooks
+    if has_hooks or act_fn._backward_hooks or "forward" in vars(act_fn):
+        return act_fn
+    return type(act_fn)
 
 
-def _clamped_swiglu(alpha: float, limit: float) -> str:
-    """The engine's name of gpt-oss's activation.
+# 2. The plain form
 
-    With other constants than the published ones, only the torch forms compute it.
-    """
-    if (alpha, limit) == (1.702, 7.0):
-        return "clamped_swiglu"
-    name = f"clamped_swiglu({alpha}, {limit})"
-    if name not in GATED_ACTIVATIONS:
 
-        @register_gated_activation(name)
-        def clamped(z: Tensor, u: Tensor) -> Tensor:
-            z = z.clamp(max=limit)
-            return z * torch.sigmoid(alpha * z) * (u.clamp(-limit, limit) + 1)
-
-    return name
+def _plain_forward(module: Any, tokens: Tensor, gates: Tensor, plan: DispatchPlan) -> Tensor:
+    """As `moe_ffn`, with the module's own activation and norm: [T, M]."""
+    name = "up_proj"
+    if module.has_gate:
+        name = "gate_up_proj"
+    first, second = getattr(module, name), module.down_proj
+    if module.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    b1 = b2 = None
+    if module.has_bias:
+        b1, b2 = getattr(module, f"{name}_bias"), module.down_proj_bias
+    rows = expert_linear(dispatch(tokens, plan), first, b1, plan.offsets)
+    if module.has_gate:
+        hidden = module._apply_gate(rows)
+    else:
+        hidden = module.act_fn(rows)
+    rows = expert_linear(hidden, second, b2, plan.offsets)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)
+    return combine(rows, gates, plan)

@@ -8,6 +8,7 @@ from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import expert_ffn, pack_weights, product_dtype
+from moe_core.ops.ffn.reference import expert_linear
 from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.op import int8_ffn, int8_moe_ffn, quantize_weights
 from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
@@ -27,6 +28,7 @@ __all__ = [
     "dispatch",
     "empty",
     "expert_ffn",
+    "expert_linear",
     "int8_ffn",
     "int8_moe_ffn",
     "inverse_plan",

@@ -66,16 +66,23 @@ def plain_ffn(
     rows: Tensor, weights: ExpertWeights, offsets: Tensor, activation: str, dropout: float = 0.0
 ) -> Tensor:
     """`op.expert_ffn` for any kind of derivative and torch.func transform; 0 for unused rows."""
-    w1, b1, w2, b2, w3, b3 = weights.map(lambda tensor: tensor.to(rows.dtype))
-    linear = grouped_linear
-    # Under vmap every sample has offsets of its own.
-    if torch.compiler.is_compiling() or debug_unwrap(offsets).dim() > 1:
-        linear = masked_linear
-    z, u = linear(rows, w1, b1, offsets), None
+    w1, b1, w2, b2, w3, b3 = weights
+    z, u = expert_linear(rows, w1, b1, offsets), None
     if w3 is not None:
-        u = linear(rows, w3, b3, offsets)
+        u = expert_linear(rows, w3, b3, offsets)
     hidden = F.dropout(hidden_layer(activation, z, u), dropout)
-    return linear(hidden, w2.transpose(1, 2), b2, offsets)
+    return expert_linear(hidden, w2.transpose(1, 2), b2, offsets)
+
+
+def expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """As `grouped_linear`, in the dtype of the rows, for any kind of derivative and transform."""
+    weight = weight.to(rows.dtype)
+    if bias is not None:
+        bias = bias.to(rows.dtype)
+    # Under vmap every sample has offsets of its own, and a compiled program does not read them.
+    if torch.compiler.is_compiling() or debug_unwrap(offsets).dim() > 1:
+        return masked_linear(rows, weight, bias, offsets)
+    return grouped_linear(rows, weight, bias, offsets)
 
 
 def masked_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_core import MoEConfig, MoELayer
 from moe_core.balance import BalanceBias, update_balance
 from moe_core.export import StandardMoE
+from moe_core.router import route
 
 B, N, E, M, H = 3, 8, 4, 8, 16  # images, tokens of an image, experts, model dim, hidden dim
 KINDS = {
@@ -218,6 +219,23 @@ def test_gates_that_are_all_zero_leave_numbers(name):
     (y.sum() + aux_loss).backward()
     assert y.isfinite().all()
     assert layer.router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shift", [0.0, -60.0, -75.0, -90.0, -200.0])
+def test_normalised_gates_at_any_logits(shift):
+    """exp(logit) for sigmoids far below 0, and for softmax whatever the largest logit is."""
+    logits = torch.tensor([[0.0, 1.0, -1.0]], dtype=torch.float64) + shift
+    config = MoEConfig(M, 4, 3, top_k=2, gate_activation="sigmoid")
+    total = logits.double().sigmoid()[0, :2].sum()
+    expected = logits.sigmoid()[:, [1, 0]] / total  # fp64 has numbers down to exp(-700)
+    torch.testing.assert_close(route(logits.float(), config, 2, False).gates, expected.float())
+
+    config = MoEConfig(M, 4, 3, top_k=2, balance="bias", aux_loss="none")
+    balance = BalanceBias(3, 0.1)
+    balance.bias.copy_(torch.tensor([-3.0, 0.0, 0.0]))
+    logits = torch.tensor([[0.0, 1.0 + shift, shift]])
+    gates = route(logits, config, 2, False, balance=balance).gates
+    torch.testing.assert_close(gates, torch.tensor([[1.0, 0.0]]).softmax(1))
 
 
 def test_bias_of_a_layer_made_on_meta():
