@@ -135,6 +135,8 @@ def check_paths(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection import run
 
+    source = run.starting_checkpoint(config, args.resume)
+    say_once(run.use_trained_classes(config, source, ["train", "val"]))
     check(config, ["train", "val"])
     if IS_MAIN:
         counts = run.count_parameters(config)
@@ -150,8 +152,10 @@ def test(args: argparse.Namespace, config) -> None:
 
     if args.split == "train":
         evaluation.test_on_train_images(config)
+    source = chosen_checkpoint(args)
+    say_once(run.use_trained_classes(config, source, ["test"], any_names=True))
     check(config, ["test"])
-    report(run.test(config, chosen_checkpoint(args)), args.output)
+    report(run.test(config, source), args.output)
 
 
 def chosen_checkpoint(args: argparse.Namespace) -> str:
@@ -159,9 +163,14 @@ def chosen_checkpoint(args: argparse.Namespace) -> str:
     from swinv2_moe.train.selection import select_checkpoint
 
     checkpoint, line = select_checkpoint(args.source, args.checkpoint)
-    if line and IS_MAIN:
-        say(line)
+    say_once(line)
     return checkpoint
+
+
+def say_once(line: str) -> None:
+    """Print a line on the main rank, if it is not empty."""
+    if line and IS_MAIN:
+        say(line, flush=True)
 
 
 def check(config, splits: list[str]) -> None:
@@ -180,15 +189,20 @@ def report(metrics: dict, output: str | None) -> None:
     from swinv2_moe.detection import evaluation
 
     if IS_MAIN:
-        Console().print(evaluation.table_of(metrics))
+        if metrics:
+            Console().print(evaluation.table_of(metrics))
+        else:
+            say("no average precision: nothing was validated")
         write_results(output, metrics)
 
 
 def show(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
     from swinv2_moe.detection.show import show
 
     output = output_directory(args.output)
     checkpoint = chosen_checkpoint(args)
+    say_once(run.use_trained_classes(config, checkpoint, ["test"], any_names=True))
     for file, objects in show(config, checkpoint, args.images, output, args.threshold):
         say(f"{file}: {objects} objects")
 

@@ -73,9 +73,9 @@ class Annotations:
         if self.sizes_compared < len(self.image_files):
             text += f"; size compared with the file for {self.sizes_compared:,} images"
         if self.missing_classes:
-            text += f"; evaluated without the model's classes {_listed(self.missing_classes)}"
+            text += f"; evaluated without the model's classes {listed(self.missing_classes)}"
         if self.unknown_classes:
-            text += f"; ignores the classes {_listed(self.unknown_classes)}, not the model's"
+            text += f"; ignores the classes {listed(self.unknown_classes)}, not the model's"
         return text
 
 
@@ -214,7 +214,7 @@ def _compare_classes(
     if missing and (not by_runner or len(missing) == len(class_names)):
         also = ""
         if unknown:
-            also = f"; it has {_listed(unknown)}, not the model's"
+            also = f"; it has {listed(unknown)}, not the model's"
         raise UserError(
             f"{file}: no category {missing[0]!r}, which the model is to know"
             f"{_such(len(missing))}{also}"
@@ -418,7 +418,7 @@ def _listing(directory: Path, folder: str) -> list[tuple[str, int]]:
         raise UserError(f"{directory / folder}: cannot be read ({error.strerror})") from error
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first three names and the number of further ones."""
     text = ", ".join(map(short, names[:3]))
     if len(names) > 3:

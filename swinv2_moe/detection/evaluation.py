@@ -5,16 +5,20 @@ bits of every precision and is several times faster (docs/results.md).
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mmdet.datasets import CocoDataset
-from mmdet.registry import DATASETS
 from mmengine.config import Config, ConfigDict
 from rich.table import Table
 
 from swinv2_moe.detection.annotations import Annotations, check_annotations
-from swinv2_moe.errors import UserError
+from swinv2_moe.detection.ground_truth import (
+    GroundTruth,
+    class_names,
+    coco_datasets,
+    dataset_class,
+)
+from swinv2_moe.errors import UserError, short
 from swinv2_moe.tables import number_table
 
 SPLITS = ("train", "val", "test")
@@ -30,21 +34,34 @@ def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:
     """
     checked: dict[tuple[str, str], Annotations] = {}
     for split in splits:
-        datasets = list(_coco_datasets(config.get(f"{split}_dataloader")))
+        datasets = list(coco_datasets(config.get(f"{split}_dataloader")))
         for dataset in datasets:
-            file, images = _paths(dataset)
-            if (file, images) not in checked:
-                checked[file, images] = check_annotations(
-                    file, images, _classes(dataset), _masks(dataset)
+            place = _paths(dataset)
+            if place not in checked:
+                checked[place] = _check_dataset(dataset, _has_masks(config, split, dataset))
+            if split == "train" and checked[place].missing_classes:
+                missing = ", ".join(map(short, checked[place].missing_classes))
+                raise UserError(
+                    f"{place[0]}: has no category {missing}, which the model is to learn;"
+                    " metainfo.classes of the data set are the model's classes"
                 )
         if split != "train":
             _check_metric(config, split, [_paths(dataset)[0] for dataset in datasets])
     return list(checked.values())
 
 
+def _check_dataset(dataset: ConfigDict, masks: bool) -> Annotations:
+    file, images = _paths(dataset)
+    # False for a data set with its own reader of annotation files
+    by_runner = issubclass(GroundTruth, dataset_class(dataset).COCOAPI)
+    return check_annotations(
+        file, images, class_names(dataset), masks, by_runner=by_runner, turned=_turned(dataset)
+    )
+
+
 def test_on_train_images(config: Config) -> None:
     """Make the configuration's test use the images (and annotations) of its training."""
-    dataset = next(_coco_datasets(config.train_dataloader), None)
+    dataset = next(coco_datasets(config.train_dataloader), None)
     if dataset is None:
         raise UserError(f"{config.filename}: its training has no COCO data set")
     places = {
@@ -54,22 +71,6 @@ def test_on_train_images(config: Config) -> None:
     config.test_evaluator.ann_file = _paths(dataset)[0]
 
 
-def _coco_datasets(part: ConfigDict | None) -> Iterator[ConfigDict]:
-    """The COCO data sets of a data loader, also inside wrappers that repeat or concatenate them."""
-    if part is None:
-        return
-    wrapped = list(part.get("datasets", ()))
-    if "dataset" in part:
-        wrapped.append(part.dataset)
-    for inner in wrapped:
-        yield from _coco_datasets(inner)
-    kind = part.get("type")
-    if isinstance(kind, str):
-        kind = DATASETS.get(kind)
-    if isinstance(kind, type) and issubclass(kind, CocoDataset):
-        yield part
-
-
 def _paths(dataset: ConfigDict) -> tuple[str, str]:
     """The annotation file and the directory of the images, as mmengine's BaseDataset joins them."""
     root = dataset.get("data_root") or ""
@@ -77,13 +78,20 @@ def _paths(dataset: ConfigDict) -> tuple[str, str]:
     return os.path.join(root, dataset.ann_file), os.path.join(root, images)
 
 
-def _classes(dataset: ConfigDict) -> tuple[str, ...]:
-    kind = DATASETS.get(dataset.type)
-    return tuple(dataset.get("metainfo", {}).get("classes") or kind.METAINFO["classes"])
-
-
-def _masks(dataset: ConfigDict) -> bool:
+def _has_masks(config: Config, split: str, dataset: ConfigDict) -> bool:
+    """Whether masks are loaded, or evaluated."""
+    metric = config.get(f"{split}_evaluator") or {}
+    if split != "train" and isinstance(metric, dict) and "segm" in metric.get("metric", ()):
+        return True
     return any(step.get("with_mask", False) for step in dataset.get("pipeline", ()))
+
+
+def _turned(dataset: ConfigDict) -> bool:
+    """Whether the data set's images are turned according to their EXIF orientation."""
+    color_type = "color"
+    for step in dataset.get("pipeline", ()):
+        color_type = step.get("color_type", color_type)
+    return color_type in ("color", "grayscale")
 
 
 def _check_metric(config: Config, split: str, files: list[str]) -> None:

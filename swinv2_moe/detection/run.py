@@ -17,12 +17,15 @@ from torch import nn
 
 from moe_core import expert_parameters
 from swinv2_moe.config_files import find_config
+from swinv2_moe.detection.annotations import listed
+from swinv2_moe.detection.ground_truth import class_names, coco_datasets
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, open_world
+from swinv2_moe.train.meta import DamagedError, read_meta
 from swinv2_moe.train.run_lock import only_run
 
 MoERunner = registry.runner.MoERunner
@@ -67,6 +70,76 @@ def _parsed(options: Sequence[str]) -> dict:
     return parser.parse_args(list(options)).options or {}
 
 
+def trained_classes(source: str) -> list[str]:
+    """The classes of a detector's checkpoint in the order of its outputs; [] if it names none.
+
+    Args:
+        source: a run, a checkpoint, or a .pth file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = Path(source)
+    if path.is_file():
+        meta = read_pth(source).get("meta")
+        dataset_meta = meta.get("dataset_meta") if isinstance(meta, dict) else None
+        names = dataset_meta.get("classes") if isinstance(dataset_meta, dict) else None
+        if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+            return list(names)
+        return []
+    newest_first = checkpoint.checkpoints_below(path / "checkpoints")
+    for directory in [path, *newest_first, *checkpoint.checkpoints_below(path)]:
+        try:
+            return read_meta(directory)["class_names"]
+        except DamagedError:  # another one has the same classes; loading names the damage
+            continue
+    return []
+
+
+def use_trained_classes(
+    config: Config, source: str | None, splits: Sequence[str], any_names: bool = False
+) -> str:
+    """Number the classes of the configuration's data sets as a checkpoint's outputs.
+
+    Args:
+        source: as of `trained_classes`; None: nothing is changed.
+        splits: "train", "val" and "test".
+        any_names: accept a checkpoint with other classes than the configuration.
+
+    Returns:
+        A line about classes that differ; empty if none do.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or has other classes.
+    """
+    names = trained_classes(source) if source else []
+    line = ""
+    for split in splits:
+        for dataset in coco_datasets(config.get(f"{split}_dataloader")):
+            configured = class_names(dataset)
+            if not names or tuple(names) == configured:
+                continue
+            line = f"classes are numbered as in {source}"
+            trained_only = [name for name in names if name not in configured]
+            configured_only = [name for name in configured if name not in names]
+            if trained_only or configured_only:
+                line = (
+                    f"checkpoint {source}: has the classes {listed(trained_only) or 'none'} that"
+                    f" the configuration lacks, and lacks {listed(configured_only) or 'none'}"
+                )
+                if not any_names:
+                    raise UserError(f"{line}; model.backbone.pretrained loads the backbone alone")
+            dataset.metainfo = dict(dataset.get("metainfo", {}), classes=tuple(names))
+    return line
+
+
+def starting_checkpoint(config: Config, resume: str | None) -> str | None:
+    """What a training with `resume` loads into the whole detector, if anything."""
+    if resume == "auto":
+        return config.work_dir
+    return resume or config.get("load_from")
+
+
 def train(config: Config, resume: str | None = None) -> dict[str, float]:
     """Train on all processes of torchrun, and return the metrics of the last validation.
 
@@ -81,6 +154,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
     config.resume = resume is not None
     if resume not in (None, "auto"):
         config.load_from = resume
+    use_trained_classes(config, starting_checkpoint(config, resume), ["train", "val"])
     with _world(config) as world, only_run(Path(config.work_dir), world, "--output"):
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
@@ -102,6 +176,7 @@ def test(config: Config, source: str) -> dict[str, float]:
         UserError, CollectiveError: as `train`.
     """
     config.load_from, config.resume = source, False
+    use_trained_classes(config, source, ["test"], any_names=True)
     with _world(config):
         runner = MoERunner.from_cfg(config)
         with closing(runner.progress):
@@ -161,7 +236,9 @@ def export_pth(config: Config, source: str, file: str) -> None:
     if Path(file).exists():
         raise UserError(f"{file} already exists")
     model = build_detector(config, source)
-    save_checkpoint({"state_dict": model.state_dict(), "meta": {"cfg": config.pretty_text}}, file)
+    # as mmengine's hook writes them
+    meta = {"cfg": config.pretty_text, "dataset_meta": {"classes": trained_classes(source)}}
+    save_checkpoint({"state_dict": model.state_dict(), "meta": meta}, file)
 
 
 def count_parameters(config: Config) -> dict[str, int]:

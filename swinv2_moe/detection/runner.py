@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mmdet.datasets import CocoDataset
 from mmengine.device import get_device
 from mmengine.dist import broadcast
+from mmengine.evaluator import Evaluator
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from moe_core import expert_parameters, ignore_experts, moe_layers, prepared
 from swinv2_moe.data.build import Loader
+from swinv2_moe.detection.ground_truth import GroundTruth, use_ground_truth
 from swinv2_moe.detection.progress import ProgressHook, quiet_console
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.detection.tuning import TuningHook
@@ -60,10 +63,18 @@ class MoERunner(Runner):
     def build_dataloader(
         dataloader: DataLoader | dict, seed: int | None = None, diff_rank_seed: bool = False
     ) -> DataLoader:
+        # Labels are positions in the configured classes, as in `build_evaluator`.
+        CocoDataset.COCOAPI = GroundTruth
         loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         # Its workers ignore Ctrl-C. mmengine has no option for the class.
         loader.__class__ = Loader
         return loader
+
+    def build_evaluator(self, evaluator: dict | list | Evaluator) -> Evaluator:
+        built = super().build_evaluator(evaluator)
+        for metric in built.metrics:
+            use_ground_truth(metric)
+        return built
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:

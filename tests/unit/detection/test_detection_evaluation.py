@@ -4,21 +4,29 @@ measured with."""
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import ExifTags, Image
 
 pytest.importorskip("mmdet")
 
 from faster_coco_eval import COCO as FasterCOCO
 from faster_coco_eval import COCOeval_faster
+from mmdet.evaluation import CocoMetric, FasterCocoMetric
 from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from swinv2_moe.detection.evaluation import check_datasets, table_of, test_on_train_images
+from swinv2_moe.detection.ground_truth import use_ground_truth
+from swinv2_moe.detection.runner import MoERunner
 from swinv2_moe.detection.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.errors import UserError
 
@@ -163,3 +171,125 @@ def test_faster_coco_eval_equals_pycocotools(shapes: Path, kind: str) -> None:
     assert 0.05 < precision[precision > -1].mean() < 0.95
     np.testing.assert_allclose(faster_precision, precision, rtol=0, atol=1e-12)
     np.testing.assert_allclose(faster_recall, recall, rtol=0, atol=1e-12)
+
+
+# Two classes and three images, each with a perfect detection of class `IMAGES[i]`.
+IMAGES = ["cat", "dog", "cat"]
+
+
+def perfect(file: Path, kind: type, model_classes, first_id: int = 1, detect: bool = True) -> dict:
+    """Metrics of perfect detections by a model of `model_classes` on a file in which cat is 3 and
+    dog is 8."""
+    categories = {"cat": 3, "dog": 8}
+    polygon = [[10, 10, 30, 10, 30, 25, 10, 25]]
+    mask = rle.merge(rle.frPyObjects(polygon, 48, 64))
+    sizes = {"width": 64, "height": 48}
+    rows = [
+        {"id": first_id + i, "image_id": i, "category_id": categories[name], "iscrowd": 0}
+        | {"bbox": [10, 10, 20, 15], "area": 300, "segmentation": polygon}
+        for i, name in enumerate(IMAGES)
+    ]
+    content = {
+        "images": [{"id": i, "file_name": f"{i}.png"} | sizes for i in range(3)],
+        "annotations": rows,
+        "categories": [{"id": number, "name": name} for name, number in categories.items()],
+    }
+    file.write_text(json.dumps(content))
+    metric = kind(ann_file=str(file), metric=["bbox", "segm"], classwise=True)
+    use_ground_truth(metric)
+    metric.dataset_meta = {"classes": model_classes}
+    for i, name in enumerate(IMAGES):
+        found = slice(0, int(detect and name in model_classes))
+        instances = {
+            "bboxes": torch.tensor([[10.0, 10, 30, 25]])[found],
+            "scores": torch.tensor([0.9])[found],
+            "labels": torch.tensor([*map(model_classes.index, [name][found])], dtype=torch.long),
+            "masks": [dict(mask)][found],
+        }
+        sample = {"img_id": i, "ori_shape": (48, 64), "pred_instances": instances}
+        metric.process({}, [sample])
+    return metric.evaluate(3)
+
+
+@pytest.fixture(params=[CocoMetric, FasterCocoMetric])
+def kind(request) -> type:
+    return request.param
+
+
+@pytest.mark.parametrize("first_id", [1, 0, -1, -5])
+def test_perfect_detections_score_1_whatever_the_ids(tmp_path: Path, kind, first_id: int) -> None:
+    metrics = perfect(tmp_path / "a.json", kind, ("cat", "dog"), first_id)
+    assert (metrics["coco/bbox_mAP"], metrics["coco/segm_mAP"]) == (1, 1)
+
+
+@pytest.mark.parametrize("model_classes", [("dog", "cat"), ("cow", "dog", "cat"), ("dog",)])
+def test_labels_are_the_models_by_name(tmp_path: Path, kind, model_classes) -> None:
+    metrics = perfect(tmp_path / "a.json", kind, model_classes)
+    assert (metrics["coco/bbox_mAP"], metrics["coco/segm_mAP"]) == (1, 1)
+    assert metrics["coco/dog_precision"] == 1
+
+
+def test_no_detections_are_an_ap_of_0(tmp_path: Path, kind, monkeypatch) -> None:
+    lines = []
+    monkeypatch.setattr(MMLogger, "warning", lambda logger, text: lines.append(text))
+    metrics = perfect(tmp_path / "a.json", kind, ("cat", "dog"), detect=False)
+    assert lines == ["no detections in 3 images: the average precision is 0"] * 2
+    cells = [list(column.cells) for column in table_of(metrics).columns]
+    assert cells[0] == ["boxes", "masks"]
+    # an object of 300 px² is small: there are no others
+    assert [column[0] for column in cells[1:]] == ["0.0", "0.0", "0.0", "0.0", "-", "-"]
+    assert [column[1] for column in cells[1:]] == ["0.0", "0.0", "0.0", "0.0", "-", "-"]
+    assert metrics["coco/cat_precision"] == 0
+
+
+def test_a_data_sets_labels_are_the_models_by_name(shapes: Path) -> None:
+    init_default_scope("mmdet")
+    config = config_of(shapes).train_dataloader
+    config.update(batch_size=1, num_workers=0, sampler={"type": "DefaultSampler"})
+    labels = []
+    for classes in (CLASSES, CLASSES[::-1]):
+        config.dataset.metainfo = {"classes": classes}
+        dataset = MoERunner.build_dataloader(config, seed=0).dataset
+        rows = [dataset.get_data_info(i)["instances"] for i in range(len(dataset))]
+        labels.append([classes[row["bbox_label"]] for instances in rows for row in instances])
+    assert labels[0] == labels[1]
+    assert len(set(labels[0])) > 1
+
+
+def test_classes_that_a_file_lacks(shapes: Path) -> None:
+    """Tests leave them out and name them; a training needs all."""
+    config = config_of(shapes)
+    for split in ("train", "test"):
+        config[f"{split}_dataloader"].dataset.metainfo.classes = ("square", "star", "circle")
+    [found] = check_datasets(config, ["test"])
+    assert (found.missing_classes, found.unknown_classes) == (["star"], ["triangle"])
+    with pytest.raises(UserError, match="has no category 'star', which the model is to learn"):
+        check_datasets(config, ["train"])
+
+
+def test_masks_are_checked_for_a_metric_of_masks(shapes: Path, tmp_path: Path) -> None:
+    config = config_of(shapes)
+    content = json.loads((shapes / "annotations/instances_val.json").read_text())
+    content["annotations"][0]["segmentation"] = [[1, 2]]
+    file = str(tmp_path / "a.json")
+    Path(file).write_text(json.dumps(content))
+    config.test_dataloader.dataset.update(ann_file=file, pipeline=[])
+    config.test_evaluator.ann_file = file
+    assert check_datasets(config, ["test"])
+    config.test_evaluator.metric = ["bbox", "segm"]
+    with pytest.raises(UserError, match="has 2 numbers"):
+        check_datasets(config, ["test"])
+
+
+def test_sizes_follow_the_pipelines_orientation(shapes: Path, tmp_path: Path) -> None:
+    shutil.copytree(shapes, tmp_path / "turned")
+    config, exif = config_of(tmp_path / "turned"), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = tmp_path / "turned/val/000000.png"
+    with Image.open(file) as image:
+        image.save(file, exif=exif)
+    with pytest.raises(UserError, match="set color_type='color_ignore_orientation' in LoadImage"):
+        check_datasets(config, ["test"])
+    load = {"type": "LoadImageFromFile", "color_type": "color_ignore_orientation"}
+    config.test_dataloader.dataset.pipeline.insert(0, load)
+    assert check_datasets(config, ["test"])

@@ -17,6 +17,7 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from detection_cases import make_data, tiny_config
 
 from swinv2_moe.detection import run
+from swinv2_moe.detection.shapes import CLASSES
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.checkpoint import open_checkpoint, read_weights_of
 
@@ -198,6 +199,31 @@ def test_mmdets_own_test_script_gives_the_same(data, trained, tmp_path):
         record = next((tmp_path / f"theirs{source.suffix}").glob("*/*.json"))
         theirs = json.loads(record.read_text())
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, abs=1e-3)
+
+
+def test_classes_are_those_of_the_checkpoint_by_name(data, trained, tmp_path):
+    """Of a run, of a checkpoint and of a .pth file."""
+    config, file = tiny_config(data, tmp_path / "run"), tmp_path / "model.pth"
+    run.export_pth(config, str(trained), str(file))
+    for source in (trained, trained / "checkpoints/step-00000004", file):
+        config.test_dataloader.dataset.metainfo.classes = ("triangle", "square", "star")
+        line = run.use_trained_classes(config, str(source), ["test"], any_names=True)
+        words = "has the classes 'circle' that the configuration lacks, and lacks 'star'"
+        assert line == f"checkpoint {source}: {words}"
+        assert config.test_dataloader.dataset.metainfo.classes == CLASSES
+        assert run.use_trained_classes(config, str(source), ["test"]) == ""
+
+
+def test_a_resumed_run_keeps_its_classes(data, trained, tmp_path):
+    config = tiny_config(data, tmp_path / "run", **TWO_EPOCHS)
+    part = config.train_dataloader.dataset
+    part.metainfo.classes = ("triangle", "square", "star")
+    with pytest.raises(UserError, match=r"lacks 'star'; model\.backbone\.pretrained loads"):
+        run.train(config, str(trained))
+    part.metainfo.classes = CLASSES[::-1]
+    line = run.use_trained_classes(config, str(trained), ["train", "val"])
+    assert line == f"classes are numbered as in {trained}"
+    assert part.metainfo.classes == CLASSES
 
 
 class Runs:
