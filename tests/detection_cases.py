@@ -12,6 +12,14 @@ from mmengine.config import Config
 yapf.yapflib.yapf_api.FormatCode = lambda text, **_: (text, True)
 
 ROOT = Path(__file__).parents[1]
+TINY_BACKBONE = {
+    "embed_dim": 8,
+    "depths": (1, 1, 2, 1),
+    "num_heads": (1, 1, 2, 2),
+    "window_size": 4,
+    "num_experts": 2,
+    "moe_blocks": ((), (), (1,), (0,)),
+}
 _names = itertools.count()
 
 
@@ -46,15 +54,7 @@ def tiny_config(
         if part != "train_dataloader":
             evaluator = config[part.replace("dataloader", "evaluator")]
             evaluator.ann_file = f"{data}/annotations/instances_{split}.json"
-    tiny = {
-        "embed_dim": 8,
-        "depths": (1, 1, 2, 1),
-        "num_heads": (1, 1, 2, 2),
-        "window_size": 4,
-        "num_experts": 2,
-    }
-    tiny |= {"moe_blocks": ((), (), (1,), (0,))}
-    config.model.backbone.update(tiny | (backbone or {}))
+    config.model.backbone.update(TINY_BACKBONE | (backbone or {}))
     config.model.neck.in_channels = [config.model.backbone.embed_dim * 2**i for i in range(4)]
     config.model.train_cfg.rpn_proposal.update(nms_pre=50, max_per_img=50)
     stages = config.model.train_cfg.rcnn

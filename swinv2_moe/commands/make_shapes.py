@@ -7,8 +7,8 @@ python tools/detect.py train configs/detection/shapes/mask_rcnn.py
 from pathlib import Path
 
 from swinv2_moe.command import CommandParser
-from swinv2_moe.detection.shapes_options import Options
 from swinv2_moe.output import say
+from swinv2_moe.shapes_options import Options
 
 
 def main() -> None:

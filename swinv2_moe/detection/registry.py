@@ -1,4 +1,4 @@
-"""Register everything that detection configs can name; their `custom_imports` imports this."""
+"""Register everything that detection configs can name."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ try:
         import mmdet.datasets
 
     from swinv2_moe.detection import backbone, detectors, optim, runner, store
-except ImportError as error:
+except (ImportError, AssertionError) as error:  # mmdet asserts the version of mmcv
     raise UserError(
         "detection needs mmdetection and mmcv with its compiled operators; `make detection`"
         f" installs them ({error})"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from swinv2_moe.detection.shapes_options import Options
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
+from swinv2_moe.shapes_options import Options
 
 CLASSES = ("circle", "square", "triangle")
 _CORNERS = (48, 4, 3)  # of each class's polygon

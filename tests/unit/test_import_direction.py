@@ -137,7 +137,8 @@ ALLOWED = {
         "swinv2_moe.models",
     ],
     "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports", "swinv2_moe.malloc"],
-    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports", "swinv2_moe.time_left"],
+    "swinv2_moe.detection": TRAINING
+    + ["swinv2_moe.imports", "swinv2_moe.shapes_options", "swinv2_moe.time_left"],
     "swinv2_moe.measure": TRAINING,
     "swinv2_moe.export": TRAINING,
     "swinv2_moe.predict": TRAINING,

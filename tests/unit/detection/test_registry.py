@@ -9,7 +9,9 @@ pytest.importorskip("mmdet")
 
 DECODE = """
 import io
-import swinv2_moe.detection.registry
+import swinv2_moe.detection
+from mmdet.registry import MODELS
+assert MODELS.get("SwinV2MoE") and MODELS.get("MoEMaskRCNN")
 import cv2, numpy, PIL.Image
 for side in (100, 11_000):
     file = io.BytesIO()
