@@ -33,7 +33,7 @@ _MODULES = {
     "einsum": ("use_einsum",),
     "layer": ("MoELayer",),
     "losses": ("AuxiliaryLoss", "RoutingScores"),
-    "ops": ("check_kernels", "release_buffers"),
+    "ops": ("check_kernels", "cpu_computes_in", "release_buffers"),
     "routing_stats": ("RoutingStats",),
     "torch_tools": ("ignore_experts",),
     "training": (
@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.einsum import use_einsum
     from moe_core.layer import MoELayer
     from moe_core.losses import AuxiliaryLoss, RoutingScores
-    from moe_core.ops import check_kernels, release_buffers
+    from moe_core.ops import check_kernels, cpu_computes_in, release_buffers
     from moe_core.routing_stats import RoutingStats
     from moe_core.torch_tools import ignore_experts
     from moe_core.training import (
@@ -119,6 +119,7 @@ __all__ = [
     "clip_gradients",
     "clip_to_norm",
     "count_experts",
+    "cpu_computes_in",
     "equal_tokens",
     "expert_parameters",
     "gather_ahead",

@@ -12,6 +12,7 @@ from moe_core.ops.ffn.reference import expert_linear
 from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.op import int8_ffn, int8_moe_ffn, quantize_weights
 from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
+from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
 from moe_core.ops.route.op import route
@@ -25,6 +26,7 @@ __all__ = [
     "casts_weights",
     "check_kernels",
     "combine",
+    "cpu_computes_in",
     "dispatch",
     "empty",
     "expert_ffn",

@@ -37,7 +37,8 @@ class RunConfig:
     telemetry_seconds: float = 5.0
     device: str = "auto"  # `auto`: a GPU where there is one
     timeout: int = 600  # seconds after which a rank stops waiting for other ranks
-    amp_enable: bool = False  # mixed precision
+    # mixed precision; off on a CPU without instructions for `AMP_DTYPE`
+    amp_enable: bool = False
     amp_dtype: str = "bfloat16"  # dtype of mixed precision
     # compile the model; over several ranks the experts stay uncompiled (untested)
     compile: bool = False

@@ -1,6 +1,7 @@
 """A checkpoint in use after its training: its configuration, which may name other data, and its
 model."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.autocast import build_autocast
+from swinv2_moe.train.autocast import build_autocast, without_slow_amp
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
 
+_log = logging.getLogger(__name__)
 # Keys about the machines and the data of the training, with the values that any other use gets.
 _NOT_THE_MODELS = {
     "MODEL.NUM_CLASSES": 0,
@@ -213,7 +215,11 @@ def open_deployed(
         source = checkpoint.find_checkpoint(resume, Path(resume), world, name, weights_only=True)
         if source is None:
             raise UserError(f"{name} {resume}: name a checkpoint or a run")
-        yield Deployed(world, source, _configuration(source, data, dataset, opts, world.size))
+        config = _configuration(source, data, dataset, opts, world.size)
+        config, amp_note = without_slow_amp(config, world)
+        if amp_note and world.is_main:
+            _log.warning("%s", amp_note)
+        yield Deployed(world, source, config)
 
 
 def check_capacity_factor(option: str, factor: float, layer: MoEConfig) -> None:

@@ -36,6 +36,7 @@ from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weight_files import read_class_names
 from swinv2_moe.train import checkpoint, optim, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.train.autocast import without_slow_amp
 from swinv2_moe.train.background_staging import background_staging
 from swinv2_moe.train.check_files import check_files
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -95,6 +96,7 @@ def train(
         placements = world.gather(placement)
         world.everywhere(lambda: _check_packages(run, world))
         sections = all_sections(resolve_batch_size(config, world.size))
+        sections, amp_note = without_slow_amp(sections, world)
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         source = _starting_point(root, resume, sections, world)
@@ -104,6 +106,8 @@ def train(
         _check_not_finished_elsewhere(trainer, source, root)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [*headline(trainer, size, source), *_notes(trainer, placements)]
+        if amp_note:
+            first_lines.append(f"warning: {amp_note}")
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(

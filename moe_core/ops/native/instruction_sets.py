@@ -70,6 +70,18 @@ SETS = (
     InstructionSet("neon", "NEON", "aarch64", frozenset({"asimd"}), "-march=armv8-a"),
 )
 
+# Features that compute in a dtype; without them torch converts each value.
+_DTYPES = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+
+
+def cpu_computes_in(dtype: str) -> bool:
+    """Whether this CPU has instructions for "bfloat16" or "float16"; True if it is not known."""
+    words = cpu_words()
+    return not words or bool(words & _DTYPES[dtype])
+
 
 def sets_of_cpu() -> list[InstructionSet]:
     """The instruction sets that this CPU has, the fastest first."""

@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from swinv2_moe.config import train_config
+from moe_core.ops.native import instruction_sets
+from swinv2_moe.config import all_sections, train_config
 from swinv2_moe.data import Batch
 from swinv2_moe.train import train
+from swinv2_moe.train.autocast import without_slow_amp
 from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.deployed import open_deployed
+from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import (
     LossScaler,
     build_optimizer,
@@ -157,13 +161,35 @@ def test_a_slow_average_follows_a_short_run(make_trainer):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics):
+def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics, monkeypatch):
+    monkeypatch.setattr(instruction_sets, "cpu_words", frozenset)  # AMP is on on any CPU
     train(
         make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.EPOCHS": 2})
     )
     steps, epochs = read_metrics(tmp_path / "run")
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
     assert ("loss_scale" in steps[0]) == (dtype == "float16")
+
+
+@pytest.mark.parametrize(("dtype", "feature"), [("bfloat16", "amx_bf16"), ("float16", "asimdhp")])
+def test_mixed_precision_is_off_on_a_cpu_without_instructions(
+    dtype, feature, make_config, tmp_path, monkeypatch, capsys, caplog
+):
+    config = make_config(
+        tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.MAX_STEPS": 1}
+    )
+    words = frozenset({"avx512f", feature})
+    monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
+    world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
+    assert without_slow_amp(sections, world) == (sections, None)
+    words = frozenset({"avx512f"})
+    assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, None)
+    train(config)
+    assert f"no instructions for {dtype}" in " ".join(capsys.readouterr().out.split())
+    with open_deployed(str(tmp_path / "run")) as deployed:
+        assert not deployed.config.run.amp_enable
+        assert "AMP_ENABLE: true" in deployed.config.yaml  # the configuration stays
+    assert f"no instructions for {dtype}" in caplog.text
 
 
 def test_mixed_precision_reaches_the_model(make_trainer):
