@@ -15,7 +15,9 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
 from moe_core import PreparedValue
+from moe_core.transforms import in_transform
 from swinv2_moe.models import window_attention
+from swinv2_moe.models.window_attention import plain_attention
 
 
 @register_notrace_module  # reason: the kernel depends on the input
@@ -63,6 +65,9 @@ class FusedWindowAttention(WindowAttention):
 
     def _fastest(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         """qkv [B*W, N, 3, h, D] -> [B*W, N, h*D]."""
+        if in_transform(qkv):  # for which scaled_dot_product_attention has no rules
+            bias, scale = self._position_bias(qkv.dtype), self.temperature().flatten()
+            return plain_attention(qkv, bias, mask, scale, self.cosine, dropout)
         if not dropout and window_attention.runs(qkv):
             return self._fused(qkv, mask)
         return self._sdpa(qkv, mask, dropout)

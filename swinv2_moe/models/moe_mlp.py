@@ -96,8 +96,10 @@ class MoEMlp(nn.Module):
 class _AttachedLoss(torch.autograd.Function):
     """y [..., M] unchanged. Its backward pass adds `weight` to the gradient of a scalar loss.
 
-    Source: Megatron-LM, MoEAuxLossAutoScaler.
+    The forward derivative is that of y. Source: Megatron-LM, MoEAuxLossAutoScaler.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(y: Tensor, loss: Tensor, weight: float | Tensor) -> Tensor:
@@ -111,6 +113,10 @@ class _AttachedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad: Tensor) -> tuple:
         return y_grad, y_grad.new_ones((), dtype=ctx.dtype) * ctx.weight, None
+
+    @staticmethod
+    def jvp(ctx, y_tangent: Tensor, loss_tangent: Tensor | None, _) -> Tensor:
+        return y_tangent.view_as(y_tangent)
 
 
 @contextmanager

@@ -93,10 +93,19 @@ def _kernels():
     return triton_window_attention
 
 
-def _plain_attention(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
+def plain_attention(
+    qkv: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scale: Tensor,
+    cosine: bool,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """As `window_attention`, in plain torch, for second derivatives."""
+    """As `window_attention`, in plain torch, for any kind of derivative and torch.func transform.
+
+    Args:
+        dropout: the share of the attention weights that become 0.
+    """
     dtype = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv.to(dtype).permute(2, 0, 3, 1, 4).unbind(0)  # [B*W, h, N, D]
     if cosine:
@@ -104,7 +113,8 @@ def _plain_attention(
     scores = scale.view(-1, 1, 1) * (q @ k.mT) + bias
     if mask is not None:
         scores = (scores.unflatten(0, (-1, len(mask))) + mask.unsqueeze(1)).flatten(0, 1)
-    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return (weights @ v).transpose(1, 2).flatten(2).to(qkv.dtype)
 
 
 # 1. Ops
@@ -179,7 +189,7 @@ def _backward(ctx, grad, _):
     if is_differentiated_again(grad):
 
         def function(qkv, bias, scale):
-            return (_plain_attention(qkv, bias, mask, scale, ctx.cosine),)
+            return (plain_attention(qkv, bias, mask, scale, ctx.cosine),)
 
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
         of_qkv, of_bias, of_scale = plain_gradients(function, (qkv, bias, scale), needs, [grad])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import SwinTransformerV2, window_partition, window_reverse
 from timm.optim import param_groups_layer_decay
+from torch.func import functional_call, grad, jvp, vmap
 
 from moe_core import moe_layers
 from swinv2_moe.models import (
@@ -246,6 +247,28 @@ def test_a_loss_of_the_logits_alone_balances(form, make_model, images, monkeypat
         torch.testing.assert_close(explicit[name], gradient)
     router = "layers.1.blocks.1.mlp.moe.router.weight"
     assert (expected[router] - unbalanced[router]).abs().max() > 1e-3
+
+
+def test_transforms_of_a_model(make_model, images):
+    """Gradients of every sample by vmap, with attached losses, and a forward derivative."""
+    model = make_model(4, moe={"aux_loss": "gshard", "top_k": 2}, aux_loss_weight=0.7).double()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    images = images[:2].double()
+
+    def loss(parameters, image):
+        return functional_call(model, parameters, (image.unsqueeze(0),)).sin().sum()
+
+    per_sample = vmap(grad(loss), (None, 0))(parameters, images)
+    for i, image in enumerate(images):
+        model.zero_grad()
+        loss({}, image).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(per_sample[name][i], parameter.grad)
+    model.eval()
+    image, direction = images.unbind()
+    gradient = grad(lambda image: loss({}, image))(image)
+    slope = jvp(lambda image: loss({}, image), (image,), (direction,))[1]
+    torch.testing.assert_close(slope, (gradient * direction).sum())
 
 
 def test_the_weight_of_the_attached_loss(make_model, images):
