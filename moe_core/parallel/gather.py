@@ -11,6 +11,7 @@ from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import Int8Weights
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.rank_subset import RankSubset
+from moe_core.transforms import first_derivative_only
 
 
 def gather_weights(
@@ -86,7 +87,7 @@ class _Gather(torch.autograd.Function):
         return _gather(parameter.to(dtype), owners)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         owners = ctx.owners
         with owners.group.ranks.named_errors("reduce-scatter of expert gradients"):

@@ -18,6 +18,7 @@ from moe_core.parallel.comm_stream import Wait
 from moe_core.parallel.gather import join
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.precision import expert_dtype
+from moe_core.transforms import first_derivative_only
 
 
 class GatherAhead:
@@ -127,7 +128,7 @@ class _Begin(torch.autograd.Function):
         return parameters[0].new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, token_grad):
         return (None, *ctx.pending.wait("reduce-scatter of expert gradients"))
 
@@ -139,7 +140,7 @@ class _Finish(torch.autograd.Function):
         return pending.wait("all-gather of expert weights")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, *gradients):
         ctx.pending.start_reduce_scatter(gradients)
         return gradients[0].new_empty(0), None

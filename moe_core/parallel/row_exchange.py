@@ -12,6 +12,7 @@ from moe_core.parallel.comm_stream import Wait, Work
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.rank_subset import RankSubset
 from moe_core.registry import ALL_TO_ALLS
+from moe_core.transforms import first_derivative_only
 
 
 class RowExchange:
@@ -146,7 +147,7 @@ class _Depart(torch.autograd.Function):
         return rows.new_empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, token_grad):
         return ctx.pending.finish(), None
 
@@ -158,7 +159,7 @@ class _Arrive(torch.autograd.Function):
         return pending.finish()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx, grad):
         ctx.pending.start(grad, gradient=True)
         return grad.new_empty(0), None

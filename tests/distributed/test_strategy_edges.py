@@ -259,6 +259,7 @@ def several_graphs(rank: int) -> None:
     """Two forwards, then their backwards in either order or as one; and gradients that add up over
     all of them."""
     group = make_expert_groups(4, ranks_per_node=2)
+    refuses_other_derivatives(group)
     for num_experts in (4, 2):
         layer, _ = layers_of(group, num_experts)
         inputs = [tokens_of(rank, num_tokens[rank])[0] for num_tokens in (MIXED, MIXED[::-1])]
@@ -270,6 +271,18 @@ def several_graphs(rank: int) -> None:
             torch.testing.assert_close(
                 found, expected, **CLOSE, msg=lambda m, pair=pair: f"{pair}: {m}"
             )
+
+
+def refuses_other_derivatives(group: ExpertGroup) -> None:
+    """Second and forward-mode derivatives, by the layer's name and on every rank."""
+    x = torch.randn(5, SHAPE["model_dim"], dtype=torch.float64, requires_grad=True)
+    for strategy in (ParallelStrategy(0), ParallelStrategy(1)):
+        layer, _ = layers_of(group, 4)
+        y, _ = layer(x, strategy=strategy)
+        with pytest.raises(ValueError, match="MoELayer over several ranks has no second deriv"):
+            torch.autograd.grad(y.sum(), [*layer.experts.parameters()], create_graph=True)
+        with pytest.raises(ValueError, match="MoELayer over several ranks supports no"):
+            torch.func.jvp(lambda x: layer(x, strategy=strategy)[0], (x,), (x,))  # noqa: B023
 
 
 def graph_gradients(layer: MoELayer, inputs: list[Tensor], pair, order) -> list[Tensor]:

@@ -167,7 +167,7 @@ ALLOWED["moe_core.ops"] = [
 ]
 for name in RANKS:
     ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]
-    ALLOWED[name] += RANKS
+    ALLOWED[name] += ["moe_core.transforms", *RANKS]
 ALLOWED["moe_core.parallel.strategy"] += ["moe_core.checks"]
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.ranks"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.ranks import Ranks
+from moe_core.transforms import first_derivative_only
 
 SUM = dist.ReduceOp.SUM
 
@@ -220,6 +221,7 @@ class _AllGather(torch.autograd.Function):
         return simple_all_gather(input, group)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad):
         if ctx.sums:
             return simple_reduce_scatter(grad, ctx.group), None, None
@@ -233,6 +235,7 @@ class _ReduceScatter(torch.autograd.Function):
         return simple_reduce_scatter(input, group)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad):
         return simple_all_gather(grad, ctx.group), None
 
@@ -244,6 +247,7 @@ class _Split(torch.autograd.Function):
         return simple_split(input, group)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad):
         return simple_all_gather(grad, ctx.group), None
 
@@ -265,6 +269,7 @@ class _BackwardSum(torch.autograd.Function):
         return input.view_as(input)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad):
         return simple_all_reduce(grad, ctx.group, ctx.op), None, None
 
