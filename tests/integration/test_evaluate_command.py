@@ -318,7 +318,7 @@ def test_outputs_that_are_not_finite(evaluate, runs):
 # arguments after the good ones ({root} is `runs`), and what the one line must name
 BAD_INPUT = {
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
+    "auto": (["--resume", "auto"], ["--resume auto", "must be a run or a checkpoint"]),
     "damaged": (["--resume", "{root}/damaged"], ["damaged: model.safetensors", "is missing"]),
     "newer format": (
         ["--resume", "{root}/newer"],

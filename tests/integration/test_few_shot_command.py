@@ -162,7 +162,7 @@ BAD_INPUT = {
         ["DATA.DATASET is 'foldr'", "did you mean folder?"],
     ),
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
+    "auto": (["--resume", "auto"], ["--resume auto", "must be a run or a checkpoint"]),
     "output in no directory": (["--output", "{root}/none/r.json"], ["--output", "none/r.json"]),
     "output is a directory": (["--output", "{root}"], ["--output", "must be a file"]),
     "unknown key": (

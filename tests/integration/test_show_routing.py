@@ -156,7 +156,7 @@ BAD_INPUT = {
         ["no checkpoint in", "is whole", "model.safetensors"],
     ),
     "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "auto": (["--resume", "auto"], ["--resume auto", "name a checkpoint or a run"]),
+    "auto": (["--resume", "auto"], ["--resume auto", "must be a run or a checkpoint"]),
     "dense": (
         ["--resume", "{runs}/dense"],
         ["dense/checkpoints", "a dense model, it has no experts"],
