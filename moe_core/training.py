@@ -121,7 +121,7 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
 
 
 def WithoutExperts(model: nn.Module) -> nn.Module:
-    """The former name of `ignore_experts`, which the model's experts are no longer hidden by."""
+    """Deprecated name of `ignore_experts`. It no longer hides the experts from optimisers."""
     return ignore_experts(model)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import (
+    MoELayer,
     WithoutExperts,
     average_expert_gradients,
     clip_gradients,
@@ -31,6 +32,18 @@ from swinv2_moe.models.vit_moe import VisionTransformerMoE
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPE = {"model_dim": 8, "hidden_dim": 8, "capacity_factor": 0.0, "top_k": 1}
+
+
+class Scales(nn.Module):
+    """Two experts of a user, which multiply their rows by a number each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return rows * self.scales.repeat_interleave(counts).unsqueeze(1)
 
 
 class Net(nn.Module):
@@ -114,6 +127,17 @@ def check_drift(rank: int) -> None:
         optimizer.step()
         with pytest.raises(ValueError, match=r"router's weights differ .*moe_core.clip_gradients"):
             model(batch(rank))
+    model = Net(group)
+    model.moe = MoELayer(model.moe.config, group, router=model.moe.router, experts=Scales())
+    parallel = DistributedDataParallel(ignore_experts(model))
+    for averages in (True, False):
+        parallel.zero_grad()
+        parallel(batch(rank))["loss"].backward()
+        if averages:
+            average_expert_gradients(model)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(ValueError, match=r"moe: the experts differ .*average_expert_gradients"):
+        parallel(batch(rank))
     model = Net(group)
     model.requires_grad_(False).moe.experts.requires_grad_()
     parallel = ignore_experts(model)
