@@ -86,7 +86,7 @@ class Experts(nn.Module):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if self.is_distributed and hasattr(param, "device_mesh"):
+        if hasattr(param, "device_mesh") and self.is_distributed:
             raise ValueError(
                 f"experts.{name}: ranks have different experts, which fully_shard would take for"
                 " one tensor: call fully_shard(module,"
