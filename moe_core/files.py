@@ -7,15 +7,19 @@ fsync, rename, and fsync of the directory.
 import errno
 import fcntl
 import hashlib
+import logging
 import os
+import socket
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
 
 CHUNK = 1 << 20  # bytes that are read at a time
+_MAX_HOLDER = 300  # characters of the name of a process that holds a lock
+_log = logging.getLogger("moe_core")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -137,23 +141,37 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def exclusive_lock(path: str | Path) -> Iterator[None]:
-    """Acquire the lock of a file, waiting if necessary, and hold it until the block ends.
+def exclusive_lock(path: str | Path) -> Iterator[bool]:
+    """Acquire the lock of a file, and hold it until the block ends.
 
-    The file is created if it is missing, and never removed.
+    The file is created if it is missing, and never removed. It names the process that holds the
+    lock. If that is another one, a warning in the log names it, and this process waits.
+
+    Yields:
+        False, after a warning, if the file system has no locks.
 
     Raises:
-        OSError: the file cannot be opened, or its file system does not support locks.
+        OSError: the file cannot be opened.
     """
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    with open(path, "a+") as file:
+        try:
+            if not try_lock(file.fileno(), inherited=True):
+                file.seek(0)
+                holder = ascii(file.read(_MAX_HOLDER))
+                _log.warning("waiting for %s, which holds %s", holder, path)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            _log.warning("%s: the file system has no locks (%s)", path, error.strerror)
+            yield False
+            return
+        with suppress(OSError):  # a full disk
+            os.truncate(path, 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield True
 
 
 def try_lock(descriptor: int, inherited: bool) -> bool:
     """Lock an open file without waiting.
-
-    On a file system without locks it returns True.
 
     Args:
         inherited: whether forked processes share the lock. It is then released when the last of
@@ -161,12 +179,13 @@ def try_lock(descriptor: int, inherited: bool) -> bool:
 
     Returns:
         False if another process holds the lock.
+
+    Raises:
+        OSError: the file system has no locks.
     """
     lock = fcntl.flock if inherited else fcntl.lockf
     try:
         lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # POSIX allows both errors
         return False
-    except OSError:
-        pass
     return True

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ import yaml
 
 from moe_core.files import atomic_write, fsync, open_regular, try_lock
 from swinv2_moe.errors import UserError, short
+from swinv2_moe.owner_file import owner_file
 
 MAX_YAML_CHARS = 1 << 16
 # limit of a document with expanded aliases: its characters, plus _VALUE_SIZE for each value
@@ -282,6 +283,8 @@ def replace_link(link: Path, target: str) -> None:
 def only_process(directory: str | Path) -> Iterator[None]:
     """Lock `directory` against other processes that call this.
 
+    On a file system without locks this writes an owner file.
+
     The lock is held until the end of the block, and until all processes forked in the block have
     ended.
 
@@ -289,9 +292,13 @@ def only_process(directory: str | Path) -> Iterator[None]:
         UserError: another process holds the lock.
     """
     lock = os.open(directory, os.O_RDONLY)
-    try:
-        if not try_lock(lock, inherited=True):
+    with ExitStack() as stack:
+        stack.callback(os.close, lock)
+        try:
+            is_locked = try_lock(lock, inherited=True)
+        except OSError as error:
+            stack.enter_context(owner_file(Path(directory), error, str(directory)))
+            is_locked = True
+        if not is_locked:
             raise UserError(f"{directory}: another process is writing there")
         yield
-    finally:
-        os.close(lock)

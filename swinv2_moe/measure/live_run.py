@@ -16,6 +16,7 @@ import yaml
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.run_entries import parse_entry
+from swinv2_moe.owner_file import owner
 from swinv2_moe.time_left import in_words, seconds_left
 
 _MAX_CONFIG = 1 << 16  # characters
@@ -90,15 +91,16 @@ class LiveRun:
         return f"nothing new for {in_words(silence)}"
 
     def is_running(self) -> bool:
-        """Whether a process holds the lock of the directory; True if the system has no file
-        locks."""
+        """Whether a process holds the lock of the directory or, without locks, owns it."""
         try:
             with (self.directory / ".lock").open() as lock:
                 fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except OSError:
+        except (BlockingIOError, PermissionError):  # as in moe_core.files.try_lock
             return True
+        except OSError:  # the file system has no locks
+            return owner(self.directory) is not None
         return False
 
     def read(self) -> None:

@@ -1,13 +1,17 @@
-"""A lock that keeps two runs from writing to the same directory."""
+"""A lock that keeps two runs from writing to the same directory.
+
+On a file system without locks it is an owner file.
+"""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from moe_core.files import try_lock
 from swinv2_moe.errors import UserError
+from swinv2_moe.owner_file import OWNER, owner_file
 from swinv2_moe.train.distributed import World
 
 _NAME = ".lock"
@@ -46,14 +50,14 @@ def only_run(directory: Path, world: World, option: str = "--output") -> Iterato
             _release(lock, directory, missing)
 
 
-def _acquire(directory: Path, option: str) -> TextIO:
+def _acquire(directory: Path, option: str) -> ExitStack:
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if not existing.is_dir():
         raise UserError(f"{option} {directory}: {existing} is a file, a run needs a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"{option} {directory}: permission denied to write in {existing}")
     try:
-        lock = _lock(directory)
+        lock = _lock(directory, f"{option} {directory}")
     except OSError as error:
         raise UserError(f"{option} {directory}: cannot be written ({error.strerror})") from error
     if lock is None:
@@ -61,20 +65,26 @@ def _acquire(directory: Path, option: str) -> TextIO:
     return lock
 
 
-def _lock(directory: Path) -> TextIO | None:
-    """The locked file in `directory`; None if another process holds the lock."""
+def _lock(directory: Path, name: str) -> ExitStack | None:
+    """The lock of `directory`, to be closed; None if another process holds it."""
     for _ in range(_MAX_ATTEMPTS):
         directory.mkdir(parents=True, exist_ok=True)
+        lock = ExitStack()
         try:
-            file = (directory / _NAME).open("a")
+            file = lock.enter_context((directory / _NAME).open("a"))
         except FileNotFoundError:  # a run has just ended and removed the directory
             continue
-        if not try_lock(file.fileno(), inherited=False):
-            file.close()
+        try:
+            is_locked = try_lock(file.fileno(), inherited=False)
+        except OSError as error:
+            lock.enter_context(owner_file(directory, error, name))
+            return lock
+        if not is_locked:
+            lock.close()
             return None
         if _is_file_at(file, directory / _NAME):
-            return file
-        file.close()  # a run has ended and removed this file since it was opened
+            return lock
+        lock.close()  # a run has ended and removed this file since it was opened
     return None
 
 
@@ -85,11 +95,15 @@ def _is_file_at(file: TextIO, path: Path) -> bool:
         return False
 
 
-def _release(lock: TextIO, directory: Path, missing: list[Path]) -> None:
-    """Remove the directories that `only_run` created if they are empty, then unlock."""
+def _release(lock: ExitStack, directory: Path, missing: list[Path]) -> None:
+    """Remove the directories that `only_run` created if they are empty, and unlock."""
+    is_empty = False
     with suppress(OSError):
-        if os.listdir(directory) == [_NAME]:
+        is_empty = set(os.listdir(directory)) <= {_NAME, OWNER}
+        if is_empty:
             (directory / _NAME).unlink()
+    lock.close()
+    with suppress(OSError):
+        if is_empty:
             for path in missing:
                 path.rmdir()
-    lock.close()

@@ -121,13 +121,13 @@ def test_another_process_cannot_take_a_lock(tmp_path: Path) -> None:
         assert not try_lock(second.fileno(), inherited=True)
 
 
-def test_a_file_system_without_locks_counts_as_locked(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_system_without_locks_is_no_lock_of_another(tmp_path: Path, monkeypatch) -> None:
     def refuse(*args) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with (tmp_path / "lock").open("w") as file:
-        assert try_lock(file.fileno(), inherited=True)
+    with (tmp_path / "lock").open("w") as file, pytest.raises(OSError, match="no locks"):
+        try_lock(file.fileno(), inherited=True)
 
 
 def test_a_directory_and_a_link_get_their_names(tmp_path: Path) -> None:

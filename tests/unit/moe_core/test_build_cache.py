@@ -1,7 +1,10 @@
 """Compiled libraries are loaded only as they were written, by the user who wrote them."""
 
+import errno
+import fcntl
 import logging
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,7 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from moe_core.ops.native import instruction_sets
+from moe_core.files import exclusive_lock
+from moe_core.ops.native import build_cache, instruction_sets
 from moe_core.ops.native import library as native_library
 from moe_core.ops.native.build_cache import cache_directory, compiled_library
 
@@ -49,6 +53,46 @@ def test_a_library_is_compiled_once(home):
     assert [compiled(), compiled()] == [1, 0]
     assert home.stat().st_mode & 0o077 == 0
     assert {path.name for path in home.iterdir()} == {".lock", NAME, f"{NAME}.sha256"}
+
+
+def test_a_compiled_library_needs_no_lock_and_no_writable_cache(home, monkeypatch):
+    compiled()
+    (home / ".lock").unlink()
+    monkeypatch.setattr(build_cache, "exclusive_lock", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(build_cache, "cache_directory", Mock(side_effect=AssertionError))
+    assert compiled() == 0
+    assert not (home / ".lock").exists()
+
+
+def test_without_locks_it_is_compiled_with_a_warning(home, monkeypatch, caplog):
+    refuse = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert [compiled(), compiled()] == [1, 0]
+    assert caplog.messages == [f"{home}/.lock: the file system has no locks (No locks available)"]
+    assert {path.name for path in home.iterdir()} == {".lock", NAME, f"{NAME}.sha256"}
+
+
+def test_a_wait_names_the_process_that_is_waited_for(tmp_path, caplog):
+    released = []
+
+    class Release(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            released.append(holder.communicate())
+
+    code = "import sys; from moe_core.files import exclusive_lock as lock\n"
+    code += "with lock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
+    pipe = subprocess.PIPE
+    holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    assert holder.stdout.readline() == "held\n"
+    handler = Release()
+    logging.getLogger("moe_core").addHandler(handler)
+    with exclusive_lock(tmp_path / ".lock") as is_locked:
+        assert is_locked
+    logging.getLogger("moe_core").removeHandler(handler)
+    assert released
+    assert f"waiting for 'process {holder.pid} on {socket.gethostname()}'" in caplog.messages[0]
+    assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
 DAMAGES = {

@@ -1,7 +1,11 @@
 """One run at a time in a directory, which is looked at only by the run that has its lock."""
 
+import errno
+import fcntl
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -9,7 +13,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import only_process
 from swinv2_moe.train import checkpoint, run_lock, train
 from swinv2_moe.train import run as run_module
 from swinv2_moe.train.distributed import World
@@ -127,6 +133,60 @@ def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     with only_run(tmp_path / "run", ALONE):
         assert removed
         assert (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """As NFS without lockd, or Lustre mounted without flock."""
+
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+OTHER_HOST = {"host": "node-7", "pid": 1, "started": 1.0}
+
+
+@pytest.mark.parametrize("lock", [lambda path: only_run(path, ALONE), only_process])
+def test_without_locks_an_owner_file_keeps_others_out(lock, no_locks, tmp_path, capsys):
+    directory, owner = tmp_path / "run", tmp_path / "run" / ".owner"
+    directory.mkdir()
+    with lock(directory):
+        assert "has no locks (No locks available)" in capsys.readouterr().err
+        refused = rf"another run is writing there \(process {os.getpid()} on .*heard of 0 s ago"
+        with pytest.raises(UserError, match=refused), lock(directory):
+            pass
+        assert owner.exists()
+    assert not owner.exists()
+    # of a process of this host that has ended, and of one with the same number
+    for pid in (2**22 + 1, os.getpid()):
+        values = {"host": socket.gethostname(), "pid": pid, "started": 1.0}
+        owner.write_text(json.dumps(values))
+        with lock(directory):
+            assert str(os.getpid()) in owner.read_text()
+    # of another host: as long as it is renewed; a damaged one counts as such
+    for content in (json.dumps(OTHER_HOST), "", "[]", '{"host": "a", "pid": 1e999}'):
+        owner.write_text(content)
+        with pytest.raises(UserError, match=rf"wait 60 s or remove {owner}"), lock(directory):
+            pass
+        assert owner.read_text() == content
+        os.utime(owner, (1, 1))
+        with lock(directory):
+            pass
+
+
+def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner_file, "_BEAT_SECONDS", 0.001)
+    (tmp_path / "run").mkdir()
+    with only_run(tmp_path / "run", ALONE):
+        file = tmp_path / "run" / ".owner"
+        os.utime(file, (1, 1))
+        while file.stat().st_mtime == 1:
+            pass
+        file.write_text("another's")
+    assert file.read_text() == "another's"
 
 
 def test_directories_that_cannot_be_written(tmp_path):
