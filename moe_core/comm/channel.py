@@ -10,6 +10,8 @@ after that rank's k-th `wait`. Signals are counted, so no signal is lost if the 
 
 import ctypes
 import os
+import select
+import weakref
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import NoReturn
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from moe_core.comm.library import library
-from moe_core.comm.memory import find_node, share_memory
+from moe_core.comm.memory import find_node, share_memory, watch_processes
 from moe_core.comm.ports import Ports
 from moe_core.ranks import CollectiveError, Ranks
 
@@ -41,6 +43,7 @@ class _Group(ctypes.Structure):
         ("buffer_bytes", ctypes.c_long),
         ("spins", ctypes.c_long),
         ("timeout", ctypes.c_double),
+        ("processes", ctypes.POINTER(ctypes.c_int)),
     ]
 
 
@@ -53,8 +56,9 @@ class ChannelGroup:
     Args:
         ranks: the ranks, on one or several machines.
         buffer_bytes: the size of each rank's buffer; rounded up to a multiple of 64.
-        timeout: the timeout of every wait. After a failed wait the ranks are not synchronised, so
-            every later operation of the group raises an error.
+        timeout: the timeout of every wait. A wait for a rank whose process has ended fails at once.
+            After a failed wait the ranks are not synchronised, so every later operation of the
+            group raises an error.
         purpose: describes the buffers in error messages; the same on all ranks.
         ranks_per_node: the number of consecutive ranks that share memory, all on one machine; None:
             all ranks of each machine.
@@ -91,6 +95,9 @@ class ChannelGroup:
             problem = str(error)
         request = f"{purpose} of {self.buffer_bytes} bytes on nodes of {len(self.node)} ranks"
         self._segment = share_memory(ranks, self.node, segment_bytes, request, problem)
+        processes = watch_processes(ranks, self.node)
+        weakref.finalize(self, _close, processes)
+        self._processes = (ctypes.c_int * len(processes))(*processes)
         self._native = _Group(
             self._segment.data_ptr(),
             self.node.start,
@@ -99,6 +106,7 @@ class ChannelGroup:
             self.buffer_bytes,
             _num_spins(len(self.node)),
             timeout.total_seconds(),
+            self._processes,
         )
         self.pointer = ctypes.addressof(self._native)  # the first argument of the C++ functions
         first = library().comm_buffer(self.pointer, self.rank) - self._segment.data_ptr()
@@ -128,14 +136,14 @@ class ChannelGroup:
         """Wait until every rank has called this. All earlier writes are then visible.
 
         Raises:
-            CollectiveError: a rank did not come within the timeout.
+            CollectiveError: a rank has ended or did not come within the timeout.
         """
         self.check_usable()
         if self._far:
             self.ports.barrier(self._far)
         late = library().comm_barrier(self.pointer)
         if late >= 0:
-            self.fail_wait(f"barrier: rank {self.rank} heard nothing from rank {late}")
+            self.fail_wait(f"barrier: rank {self.rank} heard nothing from rank {late}", late)
 
     def check_usable(self) -> None:
         """Raise CollectiveError if an earlier operation of the group failed."""
@@ -147,8 +155,12 @@ class ChannelGroup:
         self._failure = f"{message} ({self.ranks.description})"
         raise CollectiveError(self._failure)
 
-    def fail_wait(self, message: str) -> NoReturn:
-        """`fail` after a wait that timed out."""
+    def fail_wait(self, message: str, peer: int) -> NoReturn:
+        """`fail` after a wait for a rank of this node that has ended or did not come in time."""
+        process = select.poll()
+        process.register(self._processes[peer - self.node.start], select.POLLIN)
+        if process.poll(0):
+            self.fail(f"{message}, which has ended")
         self.fail(f"{message} within {self.timeout.total_seconds():g} s; has it ended?")
 
 
@@ -202,7 +214,7 @@ class Channel(ABC):
         """Wait for the peer's next signal. Every signal ends one wait.
 
         Raises:
-            CollectiveError: no signal came within the timeout.
+            CollectiveError: the peer has ended, or no signal came within the timeout.
         """
         self.group.check_usable()
         self._wait()
@@ -246,7 +258,8 @@ class MemoryChannel(Channel):
     def _wait(self) -> None:
         if library().comm_wait(self.group.pointer, self.peer):
             rank = self.group.rank
-            self.group.fail_wait(f"wait: rank {rank} got no signal from rank {self.peer}")
+            message = f"wait: rank {rank} got no signal from rank {self.peer}"
+            self.group.fail_wait(message, self.peer)
 
     def _flush(self) -> None:
         pass
@@ -269,6 +282,12 @@ class PortChannel(Channel):
 
     def _flush(self) -> None:
         self.group.ports.flush(self.peer)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _num_spins(num_ranks: int) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_core.ranks import Ranks
+from moe_core.ranks import CollectiveError, Ranks
 
 _KEY_BYTES = 32
 
@@ -100,6 +100,27 @@ def share_memory(
             os.close(descriptor)
     assert memory is not None, "no rank has a problem"
     return memory[:num_bytes]
+
+
+def watch_processes(ranks: Ranks, node: range) -> list[int]:
+    """A pidfd of each rank of the node, which is readable once the rank's process has ended; -1 if
+    the system has no pidfds (Linux before 5.3, some containers). This is a collective of all nodes.
+
+    Raises:
+        CollectiveError: a rank of the node has ended.
+    """
+    pids = ranks.gather_objects(os.getpid(), "exchange of process numbers")
+    descriptors = []
+    for rank in node:
+        descriptor = -1
+        try:
+            descriptor = os.pidfd_open(pids[rank])
+        except ProcessLookupError as error:
+            raise CollectiveError(f"rank {rank} has ended ({ranks.description})") from error
+        except OSError:
+            pass  # a wait then ends after the timeout
+        descriptors.append(descriptor)
+    return descriptors
 
 
 def machine_identity() -> str:

@@ -230,7 +230,8 @@ class PlanRunner:
         group, plan = self.group, self.plan
         step = plan.programs[group.rank].steps[self._run.failed_step]
         if status == _TIMEOUT:
-            group.fail_wait(f"{plan.name}: rank {group.rank} got no signal from rank {step.peer}")
+            message = f"{plan.name}: rank {group.rank} got no signal from rank {step.peer}"
+            group.fail_wait(message, step.peer)
         senders = "its neighbour"
         if step.destination.kind == "output":
             ranks = [str(rank) for rank, _ in self._origins[step.destination.index]]

@@ -1,5 +1,6 @@
 """Read a run directory: configuration, logged steps, epochs, environment and summary."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 from yacs.config import CfgNode
 
+from moe_core.files import open_regular
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 from swinv2_moe.measure.run_entries import NUMBER, fits, parse, parse_entry
 
-_MAX_BYTES = 1 << 32  # of metrics.jsonl
+_MAX_BYTES = 1 << 20  # of config.yaml and summary.json
+_MAX_LINE = 1 << 26  # bytes of a line of metrics.jsonl
 _SUMMARY = {"parameters": NUMBER, "active_macs": NUMBER, "world_size": int, "device": str}
 
 
@@ -52,7 +55,14 @@ class RunRecord:
 
     def load(self, layer: str) -> tuple[list[int], list[list[float]]]:
         """Steps and each expert's load in an MoE layer; 1 is an even share of the tokens."""
-        return self.curve(lambda step: step.get("moe_layers", {}).get(layer, {}).get("load"))
+
+        def values(step: dict) -> list[float] | None:
+            layers = step.get("moe_layers", {})
+            if layer not in layers:
+                return None
+            return layers[layer]["load"].tolist()
+
+        return self.curve(values)
 
     def epoch_curve(self, key: str) -> tuple[list[int], list[float]]:
         """Steps at the ends of epochs and the epochs' values of `key`."""
@@ -91,14 +101,11 @@ def read_run(directory: Path) -> RunRecord:
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: is not a run directory")
-    lines = _read(
-        directory / "metrics.jsonl", f"{directory}: holds no run (no metrics.jsonl)"
-    ).splitlines()
-    entries = [entry for entry in map(parse_entry, lines) if entry]
+    entries, num_lines = _read_entries(directory)
     steps = [entry for entry in entries if "loss" in entry]
     if not steps:
         raise NotBegunError(
-            f"{directory}: metrics.jsonl has no logged step (of {len(lines)} lines); has the run"
+            f"{directory}: metrics.jsonl has no logged step (of {num_lines} lines); has the run"
             " begun?"
         )
     text = _read(directory / "config.yaml", f"{directory}: holds no config.yaml")
@@ -112,10 +119,45 @@ def read_run(directory: Path) -> RunRecord:
         [entry for entry in entries if "val_top1" in entry],
         [entry["environment"] for entry in entries if "environment" in entry],
         read_summary(directory / "summary.json"),
-        len(lines) - len(entries),
+        num_lines - len(entries),
         [entry for entry in entries if "strategy" in entry],
         [entry for entry in entries if "telemetry" in entry],
     )
+
+
+def _read_entries(directory: Path) -> tuple[list[dict], int]:
+    """The entries of metrics.jsonl and the number of its lines.
+
+    The file is read line by line and the entries share their keys: memory grows by about twice the
+    size of the file.
+    """
+    file = directory / "metrics.jsonl"
+    entries = []
+    keys: dict[str, str] = {}
+    num_lines = 0
+    try:
+        with open_regular(file) as lines:
+            while line := lines.readline(_MAX_LINE):
+                num_lines += 1
+                entry = parse_entry(line)
+                if entry:
+                    entries.append(_compact(entry, keys))
+    except FileNotFoundError as error:
+        raise UserError(f"{directory}: holds no run (no metrics.jsonl)") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error})") from error
+    return entries, num_lines
+
+
+def _compact(entry: dict, keys: dict[str, str]) -> dict:
+    """The entry with shared keys and, of each MoE layer, only the load, as an array of numbers."""
+    compact = {keys.setdefault(key, key): value for key, value in entry.items()}
+    if "moe_layers" in entry:
+        compact["moe_layers"] = {
+            keys.setdefault(name, name): {"load": array("d", layer["load"])}
+            for name, layer in entry["moe_layers"].items()
+        }
+    return compact
 
 
 def read_summary(file: Path) -> dict | None:

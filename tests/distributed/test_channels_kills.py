@@ -1,4 +1,4 @@
-"""A killed rank: the others end within the timeout with one line, and no shared memory stays."""
+"""A killed rank: the others end long before the timeout, and no shared memory stays."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from moe_core.comm import ChannelGroup, Collectives
 from moe_core.parallel import CollectiveError, Ranks
 
-SIZE, LOST, TIMEOUT = 3, 1, 0.5
-SLACK = 10  # seconds that a busy machine may take
+SIZE, LOST, TIMEOUT = 3, 1, 600
+SLACK = 60  # seconds that a busy machine may take
 
 
 def world() -> Ranks:
@@ -37,8 +37,7 @@ def put_for_ever(rank: int, ready: Path) -> None:
 
 def wait_for_ever(rank: int, ready: Path) -> None:
     """The lost rank is killed while it waits."""
-    seconds = 100 if rank == LOST else TIMEOUT
-    group = ChannelGroup(world(), 64, timedelta(seconds=seconds))
+    group = ChannelGroup(world(), 64, timedelta(seconds=TIMEOUT))
     if rank == LOST:
         ready.touch()
         group.channel(0).wait()
@@ -68,7 +67,7 @@ SCENARIOS = [put_for_ever, wait_for_ever, exchange_for_ever, meet_for_ever]
 def run_rank(rank: int, scenario, directory: Path) -> None:
     torch.set_num_threads(1)
     store = f"file://{directory}/store"
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store, rank=rank, world_size=SIZE, timeout=limit)
     start = time.monotonic()
     try:
@@ -95,7 +94,7 @@ def kill_one(scenario, directory: Path, delay: float) -> tuple[list[str], int]:
         os.kill(processes[LOST].pid, signal.SIGKILL)
         killed = time.monotonic()
         for process in processes:
-            process.join(max(0, killed + TIMEOUT + SLACK - time.monotonic()))
+            process.join(max(0, killed + SLACK - time.monotonic()))
         assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]
     finally:
         for process in processes:
@@ -122,7 +121,7 @@ def check_kill(scenario, directory: Path, delay: float) -> None:
     messages, pid = kill_one(scenario, directory, delay)
     for message in messages:
         assert "\n" not in message
-        assert "has it ended?" in message or "has another one ended" in message, message
+        assert "has ended" in message or "has another one ended" in message, message
     assert not [name for name in set(os.listdir("/dev/shm")) - names if "moe" in name]
     assert processes_with_memory_of(pid) == []
 

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdint>
@@ -16,6 +18,7 @@
 namespace comm {
 
 constexpr long kCacheLine = 64;
+constexpr double kWatchSeconds = 0.05;  // between two looks at the process that a rank waits for
 
 enum Lane { kSignals, kBarrier, kNumLanes };
 
@@ -36,6 +39,7 @@ struct Group {
   long buffer_bytes;  // of each rank's buffer
   long spins;         // how often a wait looks before it sleeps
   double timeout;     // seconds of a wait
+  const int* processes;  // [num_ranks] a pidfd of each rank; -1: none
 
   Counter& counter(Lane lane, long from, long to) const {
     const long row = lane * num_ranks + from - first_rank;
@@ -81,8 +85,14 @@ inline void signal(const Group& group, Lane lane, long to) {
   if (counter.sleeping.load(std::memory_order_seq_cst)) futex_wake(&counter.sent);
 }
 
+// A pidfd is readable once its process has ended. poll ignores -1.
+inline bool has_ended(const Group& group, long rank) {
+  pollfd process = {group.processes[rank - group.first_rank], POLLIN, 0};
+  return poll(&process, 1, 0) == 1 && (process.revents & POLLIN);
+}
+
 // Acquire: after the k-th wait, this rank sees everything that the sender wrote before its k-th signal.
-// Returns false where no signal comes within the timeout.
+// Returns false where no signal comes within the timeout, or the sender's process has ended without one.
 inline bool wait(const Group& group, Lane lane, long from) {
   Counter& counter = group.counter(lane, from, group.rank);
   const uint32_t before = counter.received;
@@ -98,7 +108,8 @@ inline bool wait(const Group& group, Lane lane, long from) {
   while (counter.sent.load(std::memory_order_seq_cst) == before) {
     const double left = limit - seconds_now();
     if (left <= 0) break;
-    futex_wait(&counter.sent, before, left);  // may also end early, by a signal handler
+    futex_wait(&counter.sent, before, std::min(left, kWatchSeconds));  // may also end early, by a signal handler
+    if (has_ended(group, from)) break;  // it may have sent its last signal just before
   }
   counter.sleeping.store(0, std::memory_order_relaxed);
   if (counter.sent.load(std::memory_order_acquire) == before) return false;

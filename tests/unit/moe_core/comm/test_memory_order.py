@@ -21,7 +21,9 @@ PROGRAM = """
 #include <vector>
 
 void rank_main(char* segment, long ranks, long rank) {
-  const Group group{segment, 0, ranks, rank, 64, 10 * rank, 60.0};  // rank 0 sleeps at once
+  const int processes[] = {-1, -1, -1};
+  // rank 0 sleeps at once
+  const Group group{segment, 0, ranks, rank, 64, 10 * rank, 60.0, processes};
   for (long turn = 0; turn < 2000; turn++) {
     long received;
     comm_put(&group, (rank + 1) % ranks, 0, &turn, sizeof turn, 1);
