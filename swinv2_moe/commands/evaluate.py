@@ -1,4 +1,4 @@
-"""Accuracy of a checkpoint on its validation images, or on other images of the same classes.
+"""Accuracy of a checkpoint on its validation images, or on other images of its classes.
 
     python tools/evaluate.py output/mine
     python tools/evaluate.py output/mine --capacity-factor 0 --top-k 2 \\

@@ -499,7 +499,7 @@ def test_the_index_of_foreign_shards(foreign, made):
         ),
         ({"jpg": b"x", "cls": b"-1"}, r"bad\.tar: k: label -1 is out of range"),
         ({"jpg": b"x", "cls": b"7"}, r"bad\.tar: k: label 7 is out of range, with 5 classes$"),
-        ({"cls": b"1"}, r"bad\.tar: k has no image \(avif bmp .*\)$"),
+        ({"cls": b"1"}, r"bad\.tar: k has no image \(apng avif bmp .*\)$"),
         ({"cls": b"1", "jpg": b"x", "png": b"x"}, r"bad\.tar: k has two images, \.jpg and \.png$"),
     ],
 )
@@ -537,3 +537,12 @@ def test_foreign_labels_with_gaps_and_folders_without_tars(foreign, tmp_path):
     assert "labels of train reach 5 but 2 below have no image, the first is 3" in message
     (foreign / "plan.json").unlink()
     assert len(index_shards(str(foreign), 8, False, 1)["class_names"]) == 8
+
+
+def test_what_systems_leave_in_foreign_tars_is_skipped(foreign):
+    keys = ("part/@eaDir/k", "__MACOSX/part/k", "part/.thumbnails/k", "part/._k")
+    samples = [{"__key__": key, "png": b"x"} for key in keys]
+    samples.append({"__key__": "k", "png": b"x", "cls": b"2"})
+    write_tar(foreign / "train/pics-9.tar", samples)
+    index_shards(str(foreign), 0, False, 1)
+    assert len(load_shards(str(foreign)).train) == 31
