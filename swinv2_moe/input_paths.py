@@ -89,7 +89,7 @@ def check_training(config: CfgNode, resume: str | None) -> None:
     _check_dataset(config)
     model = config.MODEL
     if resume is None and model.PRETRAINED and not model.PRETRAINED.startswith(NAMES):
-        check_files_exist("MODEL.PRETRAINED", [model.PRETRAINED])
+        check_files_exist("MODEL.PRETRAINED", [model.PRETRAINED.removeprefix("local-dir:")])
     if resume is None and model.CLASS_MAP:
         check_files_exist("MODEL.CLASS_MAP", [model.CLASS_MAP])
 

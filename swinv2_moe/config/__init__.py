@@ -10,6 +10,7 @@ from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.load import (
     as_opts,
     config_from_text,
+    given_keys,
     load_config,
     merge_opts,
     resolve_batch_size,
@@ -55,6 +56,7 @@ __all__ = [
     "data_config",
     "default_config",
     "flatten",
+    "given_keys",
     "load_config",
     "merge_opts",
     "model_config",

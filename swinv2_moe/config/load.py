@@ -22,6 +22,7 @@ from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
 _log = logging.getLogger(__name__)
+_GIVEN = "__given__"
 # Words of other programs, or parts of several keys.
 _OTHER_WORDS = {
     "LR": "TRAIN.BASE_LR",
@@ -63,11 +64,13 @@ def load_config(
             or values that contradict each other.
     """
     config = default_config()
+    given = set(opts[::2])
     if file is not None:
         values = _Files().values(find_config(file))
         if not values:
             raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
         _lay_over(config, values)
+        given |= values.keys()
     if data is not None:
         config.DATA.PATH = data
         dataset = datasets().get(config.DATA.DATASET)
@@ -81,8 +84,14 @@ def load_config(
     config.MODEL.PRETRAINED = os.path.expanduser(config.MODEL.PRETRAINED)
     check_config(config)
     check_settings(config)
+    config.__dict__[_GIVEN] = frozenset(given)  # as yacs keeps whether a node is frozen
     config.freeze()
     return config
+
+
+def given_keys(config: CfgNode) -> frozenset[str] | None:
+    """The keys that a file or `opts` of `load_config` has set; None if that is not known."""
+    return config.__dict__.get(_GIVEN)
 
 
 def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ environment variables (HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN).
 """
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 
 import timm
@@ -16,10 +17,13 @@ from timm.models import get_pretrained_cfg
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 
 from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.files import read_json
 from swinv2_moe.models.positions import windows_of_model
 
 _TIMM = "timm:"
 _HUB = "hf-hub:"
+_LOCAL = "local-dir:"
+_MAX_DESCRIPTION = 1 << 20  # bytes of config.json
 _FILES = ("model.safetensors", "pytorch_model.bin")  # the second name is used in older repositories
 
 
@@ -52,6 +56,33 @@ def fetch_weights(name: str) -> Path:
         return _download(name, repository, revision, files)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def local_file(pretrained: str) -> str:
+    """The file of weights in a directory in timm's form, `DIR` or `local-dir:DIR`; other values are
+    returned unchanged."""
+    directory = Path(pretrained.removeprefix(_LOCAL))
+    if (directory / "config.json").is_file():
+        for name in _FILES:
+            if (directory / name).is_file():
+                return str(directory / name)
+    return str(directory) if pretrained.startswith(_LOCAL) else pretrained
+
+
+def timm_description(name: str) -> Mapping[str, object]:
+    """timm's `pretrained_cfg` of a name: from timm, or from config.json in the cache of the hub.
+    Empty if it is not known."""
+    if name.startswith(_TIMM):
+        config = get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True)
+        return config.to_dict() if config else {}
+    repository, revision, _ = _location(name)
+    try:
+        file = hf_hub_download(repository, "config.json", revision=revision)
+        content = read_json(file, _MAX_DESCRIPTION)
+    except (OSError, ValueError):  # the download of the weights says what is wrong
+        return {}
+    described = content.get("pretrained_cfg") if isinstance(content, dict) else None
+    return described if isinstance(described, dict) else {}
 
 
 def windows_of_name(name: str) -> list[int]:

@@ -22,6 +22,11 @@ from swinv2_moe.files import parse_json
 from swinv2_moe.forms import TEXT, list_of
 
 _ZIP = b"PK\x03\x04"  # start of torch's zip files; torch before 1.6 used another format
+_EMBEDDING = "patch_embed.proj.weight"
+# Where training programs keep a state dict in a file, the first choice first.
+_CONTAINERS = ("model", "state_dict", "teacher", "model_ema", "state_dict_ema", "ema", "module")
+# Names that wrappers put in front of a model's own: DDP, compile, EMA, Lightning and others.
+_WRAPPERS = {"module", "_orig_mod", "model", "backbone", "ema_model", "teacher", "encoder"}
 _MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
 
 
@@ -33,10 +38,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         UserError: as `read_torch_file`.
     """
     if file.suffix != ".safetensors":
-        return unwrapped(read_torch_file(file))
+        return without_prefixes(unwrapped(read_torch_file(file)), f"weights {file}")
     with _opened(file):
         try:
-            return load_file(file)
+            return without_prefixes(load_file(file), f"weights {file}")
         # MemoryError: a file larger than the address space
         except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
@@ -93,12 +98,46 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def unwrapped(content: object) -> object:
-    """The state dict in the content of a training program's file: the value of "model" or
-    "state_dict", or the whole content."""
-    for key in ("model", "state_dict"):
+    """The state dict in the content of a training program's file: the value of the first of
+    `_CONTAINERS`, also of one inside of another, or the whole content."""
+    for _ in _CONTAINERS:
+        inner = []
         if isinstance(content, dict):
-            content = content.get(key, content)
+            inner = [content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)]
+        if not inner:
+            break
+        content = inner[0]
     return content
+
+
+def without_prefixes(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The state dict without the names that wrappers put in front: `module._orig_mod.` and the
+    like. A prefix is what precedes the patch embedding, if it consists of `_WRAPPERS`.
+
+    Raises:
+        UserError: there are several such prefixes, or two names become one.
+    """
+    prefixes = set()
+    for name in state:
+        prefix = name.removesuffix(_EMBEDDING)
+        if prefix != name and set(prefix.split(".")[:-1]) <= _WRAPPERS:
+            prefixes.add(prefix)
+    if prefixes <= {""}:
+        return state
+    if len(prefixes) > 1:
+        names = " and ".join(f"{prefix}{_EMBEDDING}" for prefix in sorted(prefixes)[:2])
+        raise UserError(f"{source}: holds the weights of two models: {names}")
+    prefix = prefixes.pop()
+    renamed = {}
+    for name, tensor in state.items():
+        short_name = name.removeprefix(prefix)
+        for part in prefix.split(".")[:-1]:  # a head may have the outer wrappers only
+            short_name = short_name.removeprefix(f"{part}.")
+        if short_name in renamed:
+            raise UserError(f"{source}: two tensors are {short_name!r} without prefix {prefix!r}")
+        if short_name != "n_averaged":  # a counter of torch's AveragedModel
+            renamed[short_name] = tensor
+    return renamed
 
 
 def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -> dict:

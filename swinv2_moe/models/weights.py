@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from moe_core import ExpertShard, MoELayer, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.protocol import MoEModel
-from swinv2_moe.models.weight_files import read_weights, unwrapped
+from swinv2_moe.models.weight_files import read_weights, unwrapped, without_prefixes
 
 _DENSE_FFN = re.compile(r"(?P<block>(.+\.)?blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
 _EMBEDDING = "patch_embed.proj.weight"
 # Buffers that are recomputed when a model is built. Weight files of other programs may hold them.
 RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
+_SHOWN = 3  # names of each kind in a message about weights that do not fit
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _IN_EXPERTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}
 
@@ -26,8 +27,9 @@ def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None
     """Load `state` if it matches the model exactly; otherwise change nothing.
 
     Raises:
-        UserError: `state` does not match; the message names `source` and every missing key,
-            unexpected key, key with another shape and key with another kind of dtype. Or `state`
+        UserError: `state` does not match; the message names `source` and how many keys are
+            missing, unexpected, of another shape and of another kind of dtype, with the first three
+            of each. Or `state`
             has a value that is NaN or infinite; the message names the first tensor with such a
             value.
     """
@@ -43,8 +45,8 @@ def _check_fit(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
 
 
 def compare(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
-    """The differences that prevent loading `state` in place of `expected`, in one line; "" if
-    there are none."""
+    """The differences that prevent loading `state` in place of `expected`, in one line with the
+    first names of each kind; "" if there are none."""
     missing, reshaped, not_float = [], [], []
     for key, target in expected.items():
         if key not in state:
@@ -62,7 +64,11 @@ def compare(expected: dict[str, Tensor], state: dict[str, Tensor]) -> str:
         "of another shape": reshaped,
         "not of floating point": not_float,
     }
-    parts = [f"{len(keys)} {what}: {', '.join(keys)}" for what, keys in differences.items() if keys]
+    parts = []
+    for what, keys in differences.items():
+        if keys:
+            more = ", ..." if keys[_SHOWN:] else ""
+            parts.append(f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{more}")
     return "; ".join(parts)
 
 
@@ -113,7 +119,7 @@ def load_dense(
     """
     if isinstance(source, dict):
         name = "the given weights"
-        dense = unwrapped(source)
+        dense = without_prefixes(unwrapped(source), name)
     else:
         name = f"weights {source}"
         dense = read_weights(Path(source))

@@ -16,24 +16,24 @@ def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
     return partial(torch.autocast, world.device.type, dtype=dtype, enabled=config.amp_enable)
 
 
-def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, str | None]:
+def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, list[str]]:
     """Switch mixed precision off on CPUs without instructions for its dtype, where a step takes up
     to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps AMP_ENABLE.
 
     Returns:
-        The sections, and a message if mixed precision was switched off.
+        The sections, and a warning for the log if mixed precision was switched off.
     """
     run = config.run
     if not run.amp_enable or world.device.type != "cpu":
-        return config, None
+        return config, []
     if all(world.gather(cpu_computes_in(run.amp_dtype))):
-        return config, None
+        return config, []
     config = replace(
         config,
         run=replace(run, amp_enable=False),
         train=replace(config.train, amp_enable=False),
     )
-    return config, (
-        f"AMP_ENABLE is True: off, because this CPU has no instructions for {run.amp_dtype}, and"
-        " computes in it up to 50 times as slowly as in float32"
-    )
+    return config, [
+        "warning: AMP_ENABLE is True: off, because this CPU has no instructions for"
+        f" {run.amp_dtype}, and computes in it up to 50 times as slowly as in float32"
+    ]

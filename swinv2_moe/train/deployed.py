@@ -217,8 +217,8 @@ def open_deployed(
             raise UserError(f"{name} {resume}: name a checkpoint or a run")
         config = _configuration(source, data, dataset, opts, world.size)
         config, amp_note = without_slow_amp(config, world)
-        if amp_note and world.is_main:
-            _log.warning("%s", amp_note)
+        for line in amp_note * world.is_main:
+            _log.warning("%s", line)
         yield Deployed(world, source, config)
 
 

@@ -24,6 +24,7 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Data, build_data
 from swinv2_moe.errors import StoppedElsewhere, UserError, shortened
 from swinv2_moe.imports import imported_files
+from swinv2_moe.model_types import model_section
 from swinv2_moe.models import (
     MoEModel,
     build_model,
@@ -31,10 +32,10 @@ from swinv2_moe.models import (
     measure_model,
 )
 from swinv2_moe.models.heads import fit_head
-from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
+from swinv2_moe.models.hub import fetch_weights, is_hub_name, local_file, windows_of_name
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weight_files import read_class_names
-from swinv2_moe.train import checkpoint, optim, upcycling
+from swinv2_moe.train import checkpoint, optim, trained_with, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.autocast import without_slow_amp
 from swinv2_moe.train.background_staging import background_staging
@@ -95,19 +96,19 @@ def train(
         check_same_start(flatten(config) | {"--resume": resume}, world)
         placements = world.gather(placement)
         world.everywhere(lambda: _check_packages(run, world))
-        sections = all_sections(resolve_batch_size(config, world.size))
-        sections, amp_note = without_slow_amp(sections, world)
+        config = resolve_batch_size(config, world.size)
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
-        source = _starting_point(root, resume, sections, world)
+        source = _starting_point(root, resume, all_sections(config), world)
+        config, taken_over = _as_trained(config, source, world)
+        sections, amp_note = without_slow_amp(all_sections(config), world)
         data, staging = _load_data(sections.data, world, source, stack)
         trainer = _build_trainer(sections, world, data, source, phases)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
         size = measure_model(sections.model, data.num_classes)
         first_lines = [*headline(trainer, size, source), *_notes(trainer, placements)]
-        if amp_note:
-            first_lines.append(f"warning: {amp_note}")
+        first_lines += taken_over + amp_note
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = stack.enter_context(
@@ -243,6 +244,28 @@ def _starting_point(
     return source
 
 
+def _as_trained(
+    config: CfgNode, source: Checkpoint | None, world: World
+) -> tuple[CfgNode, list[str]]:
+    """The configuration with what its weights were trained with, and messages for the log.
+
+    A resumed run keeps its own values without a message. Every rank calls this.
+    """
+    model = config.MODEL
+    if source is not None:
+        name = f"checkpoint {source.directory}"
+        trained = trained_with.of_checkpoint(source.meta, name)
+        config, notes = trained_with.take_over(config, trained, name)
+        return config, notes if model.UPCYCLE_CONTINUE else []
+    if not model.PRETRAINED:
+        return config, []
+    stages = len(model_section(config).get("DEPTHS", [0]) or [])
+    if is_hub_name(model.PRETRAINED):
+        _fetch_weights(model.PRETRAINED, world)
+    trained = world.everywhere(lambda: trained_with.of_weights(model.PRETRAINED, stages))
+    return trained_with.take_over(config, world.agree(trained), model.PRETRAINED)
+
+
 def _warnings(trainer: Trainer) -> list[str]:
     """The warnings before the first step. Every rank calls this."""
     sections, world = trainer.config, trainer.world
@@ -287,7 +310,7 @@ def _load_pretrained(
     Raises:
         UserError: the weights do not fit the model.
     """
-    source = config.pretrained
+    source = local_file(config.pretrained)
     notes: tuple[str, ...] = ()
     if not source:
         return notes

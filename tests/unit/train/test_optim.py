@@ -181,9 +181,9 @@ def test_mixed_precision_is_off_on_a_cpu_without_instructions(
     words = frozenset({"avx512f", feature})
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
-    assert without_slow_amp(sections, world) == (sections, None)
+    assert without_slow_amp(sections, world) == (sections, [])
     words = frozenset({"avx512f"})
-    assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, None)
+    assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, [])
     train(config)
     assert f"no instructions for {dtype}" in " ".join(capsys.readouterr().out.split())
     with open_deployed(str(tmp_path / "run")) as deployed:

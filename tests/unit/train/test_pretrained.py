@@ -9,7 +9,11 @@ import torch
 import trainer_cases
 from safetensors.torch import load_file, save_file
 
+from swinv2_moe.config import given_keys
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.hub import local_file, timm_description
+from swinv2_moe.train import train, trained_with
+from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.run import _load_pretrained
 
 HEAD = ("head.fc.weight", "head.fc.bias")
@@ -204,3 +208,49 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     trainer_cases.train_steps(again, 1)
     for name, tensor in trainer.step.model.state_dict().items():
         assert torch.equal(tensor, again.step.model.state_dict()[name]), name
+
+
+def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, capsys):
+    """Unless the user has set the key; a resumed run keeps its values."""
+    shape = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 4, "TRAIN.MAX_STEPS": 1}
+    first = {"DATA.MEAN": [0.1, 0.2, 0.3], "TEST.CROP_RATIO": 0.9, "DATA.INTERPOLATION": "bilinear"}
+    train(make_config(tmp_path / "first", shape | first))
+    keys = shape | {"DATA.INTERPOLATION": "bicubic", "MODEL.PRETRAINED": str(tmp_path / "first")}
+    keys |= {"MODEL.SWINV2.WINDOW_SIZE": 8}
+    config = make_config(tmp_path / "second", keys)
+    assert "DATA.MEAN" not in given_keys(config)
+    capsys.readouterr()
+    train(config)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "taken over from" in said
+    assert "DATA.MEAN [0.1, 0.2, 0.3], TEST.CROP_RATIO 0.9" in said
+    assert "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [4, 4, 4]" in said
+    assert "DATA.INTERPOLATION is bicubic, its weights were trained with bilinear" in said
+    (tmp_path / "first").rename(tmp_path / "moved")
+    train(make_config(tmp_path / "second", keys | {"TRAIN.MAX_STEPS": 2}), "auto")
+    assert "taken over" not in capsys.readouterr().out
+    newest = open_checkpoint(tmp_path / "second" / "checkpoints" / "step-00000002")
+    assert "MEAN:\n  - 0.1" in newest.meta["config"]
+    assert "INTERPOLATION: bicubic" in newest.meta["config"]
+
+
+def test_a_description_of_timm():
+    described = {"mean": (0.5, 0.4, 0.3), "std": [1, 1, 1], "interpolation": "bicubic"}
+    expected = {"DATA.MEAN": [0.5, 0.4, 0.3], "DATA.STD": [1.0, 1.0, 1.0]}
+    expected |= {"DATA.INTERPOLATION": "bicubic"}
+    assert trained_with.of_timm(described) == expected
+    cropped = {"TEST.CROP": True, "TEST.CROP_RATIO": 0.9}
+    assert trained_with.of_timm(described | {"crop_pct": 0.9}) == expected | cropped
+    assert trained_with.of_timm({"crop_mode": "squash"}) == {"TEST.CROP": False}
+    hostile = {"mean": "a", "std": [None], "interpolation": 3, "crop_mode": [], "crop_pct": "x"}
+    assert trained_with.of_timm(hostile) == {}
+    named = trained_with.of_timm(timm_description("timm:vit_tiny_patch16_224.augreg_in21k"))
+    assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
+
+
+def test_a_directory_of_timm(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"std": [0.5] * 3}}))
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    for name in (f"local-dir:{tmp_path}", str(tmp_path), f"{tmp_path}/model.safetensors"):
+        assert local_file(name) == str(tmp_path / "model.safetensors")
+        assert trained_with.of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}
