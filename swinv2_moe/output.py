@@ -12,7 +12,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-_USER = re.compile(r"(\w://)[^\s/?#@:'\"]*(?::[^\s'\"]*)?@")
+# Lengths are limited: the time to search a hostile text must not grow with its square.
+_USER = re.compile(r"(\w://)[^\s/?#@:'\"]{0,4096}(?::[^\s'\"]{0,4096})?@")
 _SECRET = re.compile(
     r"([?&][\w.-]*(?:pass(?:word|wd)?|pwd|token|secret|key|sig|signature|credential)=)[^\s&'\"]+",
     re.IGNORECASE,
