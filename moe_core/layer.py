@@ -220,7 +220,6 @@ class MoELayer(nn.Module):
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
-        before_pass(self)
         return self._forward(*args)
 
     def _forward(
@@ -246,6 +245,8 @@ class MoELayer(nn.Module):
             batch_prioritized = config.batch_prioritized
         top_k = min(top_k, config.num_experts)
         self._check(x, top_k, capacity_factor, strategy, router)
+        if self.group.size > 1:
+            before_pass(self)
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         if config.routing == "soft":

@@ -81,6 +81,7 @@ def act(rank: int, scenario: Scenario) -> None:
         if moment == "before the groups are made":
             goes_missing(rank, scenario)
         group = make_expert_groups(2 if replicated else 4, timeout, ranks_per_node=2)
+    group.for_torch_tools = False  # `average_expert_gradients` sums over the replicas
     config = {"model_dim": 8, "hidden_dim": 16, "capacity_factor": scenario.capacity_factor}
     layer = make_layer(group=group, strategy=LINEAR if replicated else scenario.strategy, **config)
     x = torch.ones(5, 8).double().requires_grad_()
