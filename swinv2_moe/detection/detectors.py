@@ -25,6 +25,10 @@ def _add_hooks(detector: nn.Module, name: str, backbone: nn.Module | None) -> No
     """Called when a module gets a submodule. mmengine's models have `forward(inputs, data_samples,
     mode)`."""
     if isinstance(backbone, SwinV2MoE) and isinstance(detector, BaseModel):
+        names = detector.__dict__.setdefault("moe_backbones", set())
+        if name in names:  # mmengine registers submodules again when it reverts SyncBatchNorm
+            return
+        names.add(name)
         detector.register_forward_pre_hook(partial(_before_forward, name), with_kwargs=True)
         after = partial(_after_forward, name)
         detector.register_forward_hook(after, with_kwargs=True, always_call=True)

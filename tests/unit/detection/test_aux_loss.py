@@ -141,6 +141,7 @@ def test_a_stock_detector_has_the_loss_and_the_sizes(name):
 def test_outside_of_a_loss_the_balance_is_attached():
     """With a loss of the caller's own on the maps; and after a forward pass that failed."""
     detector, batch = stock("RetinaNet"), two_images()
+    detector.add_module("backbone", detector.backbone)  # again, as mmengine's runner does
     samples = [DetDataSample(metainfo=sample.metainfo) for sample in batch["data_samples"]]
     with pytest.raises(AttributeError, match="gt_instances"):
         detector(batch["inputs"], samples, mode="loss")
