@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_core.precision import in_backward
 from moe_core.transforms import in_transform
 
 
@@ -20,20 +21,32 @@ class BalanceBias(nn.Module):
     """The biases of a layer's experts, and the experts' loads since the last update.
 
     Attributes:
-        bias: [E]. It is saved in checkpoints and equal on all ranks.
-        load: [E] int64, the number of the router's choices for this rank's tokens since the last
-            update. Random choices (`random_share`) are excluded, as they would hide an imbalance.
+        bias: [E]. It is saved in checkpoints and equal on all ranks. It stays in fp32 when the
+            model is cast: bf16 would round an update of 1e-3 away.
     """
 
     def __init__(self, num_experts: int, rate: float, device=None) -> None:
         super().__init__()
         self.rate = rate
         self.bias: Tensor
-        self.load: Tensor
-        self.register_buffer("bias", torch.empty(num_experts, device=device))
-        load = torch.empty(num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("load", load, persistent=False)
+        bias = torch.empty(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("bias", bias)
+        # Not a buffer: DistributedDataParallel would overwrite it with that of rank 0.
+        self._load = torch.zeros(num_experts, dtype=torch.int64, device=bias.device)
+        self.register_load_state_dict_pre_hook(_load_bias_in_fp32)
         self.reset_parameters()
+
+    @property
+    def load(self) -> Tensor:
+        """[E] int64, the number of the router's choices for this rank's tokens since the last
+        update, on the device of the bias. Random choices (`random_share`) are excluded, as they
+        would hide an imbalance."""
+        device = self.bias.device
+        if self._load.device != device:
+            if self._load.is_meta:  # without values
+                self._load = torch.zeros_like(self._load, device=device)
+            self._load = self._load.to(device)
+        return self._load
 
     def reset_parameters(self) -> None:
         """Set biases and loads to 0."""
@@ -48,10 +61,14 @@ class BalanceBias(nn.Module):
     def add_load(self, expert_ids: Tensor) -> None:
         """Add the choices [T, K] of a forward pass to the load.
 
+        A pass inside of a backward pass, which recomputes activations, is not counted again.
+
         Raises:
             ValueError: a torch.func transform or a forward-mode derivative is active.
         """
-        if in_transform(expert_ids):  # which allows no change of a buffer
+        if in_backward():
+            return
+        if in_transform(expert_ids):  # which allows no change of the load
             raise ValueError(
                 "a MoELayer with balance 'bias' counts its choices in training: call eval() before"
                 " a torch.func transform or a forward-mode derivative"
@@ -65,6 +82,21 @@ class BalanceBias(nn.Module):
         total = total.double()
         self.bias += self.rate * torch.sign(total.mean() - total).to(self.bias.dtype)
         self.load.zero_()
+
+    def _apply(self, fn, recurse: bool = True) -> "BalanceBias":
+        """As nn.Module's, which `to`, `half` and the like call; the bias keeps its dtype."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != before.dtype:
+            self.bias = before.to(self.bias.device)
+        return self
+
+
+def _load_bias_in_fp32(module: nn.Module, state: dict, prefix: str, *_) -> None:
+    """`load_state_dict(assign=True)` would take the dtype of the file."""
+    bias = state.get(f"{prefix}bias")
+    if isinstance(bias, Tensor):
+        state[f"{prefix}bias"] = bias.float()
 
 
 def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:

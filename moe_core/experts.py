@@ -123,18 +123,28 @@ class Experts(nn.Module):
         """Initialise each expert with its own seed.
 
         With `init_std`, weights are truncated normal and biases are zero. Without it, both are
-        initialised as in nn.Linear.
+        initialised as in nn.Linear. Values are drawn in fp32. Parameters on the meta device have no
+        values: call it again after `to_empty`.
         """
         if self.w1.is_meta:
             return
         shapes = _parameter_shapes(self.config)
+        targets = {name: getattr(self, name) for name in shapes}
+        sharded = {name: t for name, t in targets.items() if hasattr(t, "placements")}  # DTensor
+        for name, parameter in sharded.items():
+            targets[name] = torch.empty(parameter.shape, device=parameter.device)
         seed = int(torch.randint(2**62, (1,), device="cpu"))
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.shard.first_expert + e)
             for name, (shape, fan_in) in shapes.items():
                 values = _initial(shape, self.config.init_std, fan_in, generator)
                 part = values.chunk(self.shard.num_parts)[self.shard.part]
-                getattr(self, name)[e].copy_(part)
+                targets[name][e].copy_(part)
+        for name, parameter in sharded.items():
+            from torch.distributed.tensor import distribute_tensor  # here, since it is slow
+
+            placed = (parameter.device_mesh, parameter.placements)
+            parameter.copy_(distribute_tensor(targets[name], *placed, src_data_rank=None))
 
     def weights(
         self,
@@ -314,7 +324,7 @@ def _initial(
 
     They are drawn on the CPU, so they do not depend on the device.
     """
-    new = torch.empty(shape, device="cpu")
+    new = torch.empty(shape, dtype=torch.float32, device="cpu")
     if std is None:
         bound = 1 / math.sqrt(fan_in)
         return new.uniform_(-bound, bound, generator=generator)

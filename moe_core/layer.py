@@ -27,7 +27,7 @@ from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
 from moe_core.parallel.trial import Trial
-from moe_core.precision import expert_dtype, without_autocast
+from moe_core.precision import expert_dtype, in_backward, without_autocast
 from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
@@ -123,6 +123,16 @@ class MoELayer(nn.Module):
         ignore_experts(self)
         # probs [T, E], counts [E], kept [T, K] (None if no choice can be dropped) and K
         self._last: tuple[Tensor, Tensor, Tensor | None, int] | None = None
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters and biases, for example after `to_empty`.
+
+        With several ranks this is a collective. Modules of one's own are initialised by their
+        `reset_parameters`, or by those of the modules in them.
+        """
+        for child in self.children():
+            _reset(child)
+        self.group.copy_to_replicas(self.experts)
 
     @property
     def last_routing(self) -> RoutingStats | None:
@@ -433,7 +443,11 @@ class MoELayer(nn.Module):
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
-        """Keep the inputs of `last_routing`, without the additional choices of token rounding."""
+        """Keep the inputs of `last_routing`, without the additional choices of token rounding.
+
+        A backward pass that recomputes activations does not replace those of a later pass."""
+        if in_backward():
+            return
         if in_transform(routing.probs):  # its tensors end with the transform
             self._last = None
             return
@@ -472,3 +486,13 @@ class MoELayer(nn.Module):
             if self._untried_experts:
                 try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
                 self._untried_experts = False
+
+
+def _reset(module: nn.Module) -> None:
+    """Call `reset_parameters` of a module, or of its children if it has none."""
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+        return
+    for child in module.children():
+        _reset(child)

@@ -1,5 +1,7 @@
-"""The dtype in which a part of the layer computes, with and without autocast, on any device."""
+"""The dtype in which a part of the layer computes or draws random numbers, with and without
+autocast, on any device."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,6 +22,22 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     if _has_autocast(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+@torch.no_grad()
+def draw(tensor: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
+    """Fill `tensor` with values that `fill` draws in fp32, so that they do not depend on its
+    dtype."""
+    values = torch.empty_like(tensor, dtype=torch.float32)
+    fill(values)
+    tensor.copy_(values)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running, for example one that recomputes activations."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 def _has_autocast(device: str) -> bool:

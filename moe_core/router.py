@@ -5,6 +5,7 @@ auxiliary loss from the logits."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import loss_of_sums, route_tokens, route_tokens_supported
 from moe_core.ops import route as choose_experts
 from moe_core.ops.route.reference import largest
-from moe_core.precision import expert_dtype, without_autocast
+from moe_core.precision import draw, expert_dtype, without_autocast
 from moe_core.registry import ROUTERS, register_router
 
 _LEAST_SUM = 1e-30  # of a token's gate values
@@ -55,7 +56,7 @@ class LinearRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as in nn.Linear
+        draw(self.weight, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))  # as in nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -86,7 +87,7 @@ class CosineRouter(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.temperature, math.log(1 / 0.5))
         self.projector.reset_parameters()
-        nn.init.normal_(self.sim_matrix, std=0.01)
+        draw(self.sim_matrix, partial(nn.init.normal_, std=0.01))
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.projector(x)
@@ -98,7 +99,12 @@ class CosineRouter(nn.Module):
 
 
 class _WideLinear(nn.Linear):
-    """nn.Linear that computes in the dtype of its input."""
+    """nn.Linear that computes in the dtype of its input, and starts with values drawn in fp32."""
+
+    def reset_parameters(self) -> None:
+        draw(self.weight, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+        bound = 1 / math.sqrt(self.in_features)
+        draw(self.bias, partial(nn.init.uniform_, a=-bound, b=bound))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
@@ -119,7 +125,9 @@ def make_router(config: MoEConfig, device=None) -> nn.Module:
 def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
     """The router's input: in training, tokens with input jitter (arXiv 2101.03961) and dropout."""
     if training and config.input_jitter:
-        x = x * torch.empty_like(x).uniform_(1 - config.input_jitter, 1 + config.input_jitter)
+        factors = torch.empty_like(x, dtype=torch.float32)
+        factors.uniform_(1 - config.input_jitter, 1 + config.input_jitter)
+        x = x * factors.to(x.dtype)
     return F.dropout(x, config.input_dropout, training)
 
 
@@ -152,7 +160,7 @@ def route(
     noise_std = _noise_std(logits, config, training)
     noisy = logits
     if noise_std > 0:
-        noisy = logits + noise_std * torch.randn_like(logits)
+        noisy = logits + noise_std * _noise_like(logits)
     loss_noise_std = noise_std
     if config.aux_loss == "load_importance_tutel":
         # Tutel's loss needs the noise scale even in evaluation, in which no noise is drawn.
@@ -191,9 +199,10 @@ def route(
 def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
     """Replace the expert ids [T, K] of each token, with probability `share`, by K different experts
     that are drawn uniformly."""
-    scores = torch.rand(ids.shape[0], num_experts, device=ids.device)
+    fp32 = {"dtype": torch.float32, "device": ids.device}
+    scores = torch.rand(ids.shape[0], num_experts, **fp32)
     random_ids = largest(scores, ids.shape[1])
-    is_replaced = torch.rand(ids.shape[0], 1, device=ids.device) < share
+    is_replaced = torch.rand(ids.shape[0], 1, **fp32) < share
     return torch.where(is_replaced, random_ids, ids)
 
 
@@ -267,7 +276,7 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
     noise_std = _noise_std(logits, config, training)
     noisy = logits
     if noise_std > 0:
-        noisy = logits + noise_std * torch.randn_like(logits)
+        noisy = logits + noise_std * _noise_like(logits)
     scores = gate_scores(noisy, config.gate_activation)
     probs = scores
     if config.gate_activation != "softmax":
@@ -293,6 +302,11 @@ def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
     if training:
         return config.gate_noise / config.num_experts
     return 0.0
+
+
+def _noise_like(logits: Tensor) -> Tensor:
+    """Standard normal noise, drawn in fp32: a layer in another dtype gets the same numbers."""
+    return torch.randn_like(logits, dtype=torch.float32).to(logits.dtype)
 
 
 def gate_scores(logits: Tensor, activation: str) -> Tensor:

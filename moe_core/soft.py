@@ -13,12 +13,14 @@ Source: Soft MoE, arXiv 2308.00951, section 2.
 # B images, N tokens of an image, T = B N tokens, E experts, S slots of an image, M model dim
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
+from moe_core.precision import draw
 from moe_core.registry import register_router
 from moe_core.router import Routing
 
@@ -51,7 +53,7 @@ class SoftRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.slots, std=1 / math.sqrt(len(self.slots)))
+        draw(self.slots, partial(nn.init.normal_, std=1 / math.sqrt(len(self.slots))))
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:

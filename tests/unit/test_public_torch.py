@@ -11,6 +11,9 @@ FOLDERS = ("moe_core", "swinv2_moe", "tools", "data", "examples", "benchmarks", 
 
 # What has no public counterpart. All of it is in torch 2.11 to 2.15.
 KNOWN = {
+    # Whether a backward pass runs. Forward passes that recompute activations there are not counted
+    # again, whoever recomputes them.
+    "torch._C._current_graph_task_id",
     # torch.optim and clip_grads_with_norm_ are made of it; a loop would launch a kernel for every
     # parameter.
     "torch._foreach_mul_",

@@ -305,5 +305,9 @@ class _GroupDropout:
     def __call__(self, values: Tensor, group: _Group) -> None:
         if self.noise is None:
             return
-        noise, factors = group.block(self.noise), group.block(self.factors, 0)
-        values.mul_(torch.ge(noise, self.threshold, out=factors))
+        # The noise of the expert's own rows: its place must not depend on the dtype's rounding.
+        hidden_dim, num_rows = len(values), group.end - group.start
+        noise = self.noise[group.start * hidden_dim : group.end * hidden_dim]
+        factors = self.factors[: noise.numel()].view(hidden_dim, num_rows)
+        torch.ge(noise.view(hidden_dim, num_rows), self.threshold, out=factors)
+        values[:, :num_rows].mul_(factors)

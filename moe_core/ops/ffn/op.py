@@ -155,7 +155,7 @@ def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> T
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
     if _has_seeded_dropout(form):
         return draw_seed(rows.device)
-    size = _hidden_size(rows, w1, activation, kernels)
+    size = rows.shape[0] * w1.shape[1]  # in every dtype the same, so that the masks are the same
     # Each int64 from the generator gives four int16, because the generator is slow on a CPU.
     draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
     return draws.random_(-(2**63), None).view(torch.int16)[:size]
@@ -192,7 +192,7 @@ def _(rows, w1, activation, kernels):
     form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
     if _has_seeded_dropout(form):
         return rows.new_empty(1, dtype=torch.int64)
-    return rows.new_empty(_hidden_size(rows, w1, activation, kernels), dtype=torch.int16)
+    return rows.new_empty(rows.shape[0] * w1.shape[1], dtype=torch.int16)
 
 
 @register_flop_formula(torch.ops.moe_core.expert_ffn)

@@ -238,20 +238,6 @@ def test_normalised_gates_at_any_logits(shift):
     torch.testing.assert_close(gates, torch.tensor([[1.0, 0.0]]).softmax(1))
 
 
-def test_bias_of_a_layer_made_on_meta():
-    balance = BalanceBias(4, 0.1, device="meta").to_empty(device="cpu")
-    balance.bias.fill_(3)
-    balance.reset_parameters()
-    assert not balance.bias.any()
-    assert not balance.load.any()
-
-
-def test_bias_is_saved_and_its_load_is_not():
-    layer = make_layer("bias")
-    assert set(layer.state_dict()) >= {"balance.bias"}
-    assert "balance.load" not in layer.state_dict()
-
-
 def test_bias_does_not_change_in_evaluation():
     layer = make_layer("bias").eval()
     layer(tokens())
