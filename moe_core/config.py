@@ -40,6 +40,9 @@ class MoEConfig:
     # limit of the tokens of an expert, in units of its even share; 0: dropless; negative: as its
     # absolute value
     capacity_factor: float = 1.25
+    # as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not depend on
+    # other tokens; where experts choose, 0 is as in training
+    eval_capacity_factor: float = 0.0
     # tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE: `soft`; or a
     # registered name
     router: str = "linear"
@@ -101,10 +104,9 @@ class MoEConfig:
         for name in ("input_jitter", "input_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
-        if not math.isfinite(self.capacity_factor):
-            raise ValueError(
-                f"capacity_factor ({self.capacity_factor}) must be finite; 0 is dropless"
-            )
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} ({getattr(self, name)}) must be finite; 0 is dropless")
         for name, allowed in ROUTING_CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -132,6 +134,13 @@ class MoEConfig:
         if self.gated:
             return 3
         return 2
+
+    def capacity_factor_in(self, training: bool) -> float:
+        """The capacity factor in training or in evaluation."""
+        as_in_training = self.routing == "expert_choice" and self.eval_capacity_factor == 0
+        if training or as_in_training:
+            return self.capacity_factor
+        return self.eval_capacity_factor
 
     def _check_routing(self) -> None:
         """Check the options that only some kinds of routing support."""

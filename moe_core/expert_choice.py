@@ -8,6 +8,8 @@ Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section
 
 # B images, N tokens of an image, T = B N tokens, E experts
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,18 @@ def expert_priority(scores: Tensor, num_images: int, per_image: bool) -> Tensor:
     order = by_image.argsort(dim=1, descending=True, stable=True)
     ranks = order.argsort(dim=1)  # [B, N, E]
     return -ranks.flatten(0, 1).to(scores.dtype)
+
+
+def factor_by_image(
+    capacity_factor: float | Tensor, num_images: int, num_tokens: int, num_experts: int
+) -> float | Tensor:
+    """The capacity factor with which an expert takes as many tokens from each of `num_images` as it
+    takes from an image alone. Without it, the capacity is rounded for the batch as a whole."""
+    if isinstance(capacity_factor, Tensor) or num_tokens == 0:
+        return capacity_factor
+    factor, length = abs(capacity_factor), num_tokens // num_images
+    share = math.floor(factor * math.ceil(length / num_experts))  # of an image
+    if length % num_experts == 0 and share == factor * length / num_experts:
+        return capacity_factor  # not rounded
+    # the half keeps the product with the divisor above the whole number
+    return (num_images * share + 0.5) / math.ceil(num_tokens / num_experts)

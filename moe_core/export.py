@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_core.activations import hidden_layer
 from moe_core.capacity import expert_capacity
+from moe_core.expert_choice import factor_by_image
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.layer_inputs import as_images
@@ -36,7 +37,7 @@ class StandardMoE(nn.Module):
 
     Args:
         layer: a layer in one process, with the built-in experts and one router.
-        capacity_factor: 0 is dropless. None, or 0 with expert choice: the configured factor.
+        capacity_factor: 0 is dropless. None: the configured one of evaluation.
         batched: with a capacity, compute all experts in batched products. On a CPU this is faster
             in torch (16% of a model with 8 experts, on one image), but slower in onnxruntime (12%).
         batch_prioritized: whether full experts keep the most probable tokens; None: as configured.
@@ -62,9 +63,8 @@ class StandardMoE(nn.Module):
                 "only a layer with one router and the built-in experts has a form in standard"
                 " operations"
             )
-        experts_choose = layer.config.routing == "expert_choice"
-        if capacity_factor is None or (capacity_factor == 0 and experts_choose):
-            capacity_factor = layer.config.capacity_factor
+        if capacity_factor is None:
+            capacity_factor = layer.config.capacity_factor_in(training=False)
         if batch_prioritized is None:
             batch_prioritized = layer.config.batch_prioritized
         self.config = replace(
@@ -143,7 +143,10 @@ class StandardMoE(nn.Module):
         num_tokens = tokens.shape[0]
         routing = route_by_experts(logits, config, num_images, training=False)
         top_k = min(config.top_k, config.num_experts)
-        capacity = expert_capacity(num_tokens, config.num_experts, top_k, config.capacity_factor)
+        factor = config.capacity_factor
+        if config.choose_per_image:
+            factor = factor_by_image(factor, num_images, num_tokens, config.num_experts)
+        capacity = expert_capacity(num_tokens, config.num_experts, top_k, factor)
         assert capacity is not None
         assert routing.priority is not None
         num_chosen = min(capacity, num_tokens)

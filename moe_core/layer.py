@@ -3,6 +3,7 @@
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from moe_core.balance import BalanceBias
 from moe_core.capacity import expert_capacity, needed_capacity_factor
 from moe_core.config import MoEConfig
+from moe_core.expert_choice import factor_by_image
 from moe_core.experts import Experts, SharedExperts
 from moe_core.layer_inputs import (
     as_images,
@@ -21,6 +23,7 @@ from moe_core.layer_inputs import (
     check_tensors,
     check_token_options,
     expert_input,
+    is_dropless,
     positions_of,
 )
 from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
@@ -185,6 +188,10 @@ class MoELayer(nn.Module):
         `top_k`, `capacity_factor`, `strategy` and `batch_prioritized` replace the configured values
         for this call only; Soft MoE uses only `strategy`. `router` is the index of the router.
 
+        In evaluation mode the capacity factor is `eval_capacity_factor`, by default dropless: the
+        result of a token (with expert choice within images and Soft MoE, of an image) does not
+        depend on the rest of the batch. This cannot hold with expert choice over the batch.
+
         Args:
             capacity_factor: a number (0: dropless), or a nonzero scalar tensor on the device of x.
                 The value of a tensor may change without recompilation. A tensor is supported only
@@ -247,10 +254,12 @@ class MoELayer(nn.Module):
         config = self.config
         if top_k is None:
             top_k = config.top_k
-        if capacity_factor is None:
-            capacity_factor = config.capacity_factor
         if strategy is None:
             strategy = self.strategy
+        if capacity_factor is None:
+            capacity_factor = config.capacity_factor_in(self.training)
+            if not self.training:
+                strategy = _of_evaluation(strategy, capacity_factor)
         if batch_prioritized is None:
             batch_prioritized = config.batch_prioritized
         top_k = min(top_k, config.num_experts)
@@ -263,6 +272,11 @@ class MoELayer(nn.Module):
             y, aux_loss = self._mix(x, strategy, router)
         else:
             num_images = as_images(x).shape[0]
+            has_equal_images = self.group.size == 1 or self.group.has_equal_tokens
+            if config.choose_per_image and not self.training and has_equal_images:
+                capacity_factor = factor_by_image(
+                    capacity_factor, num_images, tokens.shape[0], config.num_experts
+                )
             normalize_gates = output_norm is None
             routing, inputs = self._route(
                 tokens, top_k, self._router(router), num_images, normalize_gates, random_share
@@ -486,6 +500,16 @@ class MoELayer(nn.Module):
             if self._untried_experts:
                 try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
                 self._untried_experts = False
+
+
+def _of_evaluation(
+    strategy: ParallelStrategy | str, capacity_factor: float
+) -> ParallelStrategy | str:
+    """The strategy in evaluation. Without a capacity a static exchange counts its rows."""
+    is_static = isinstance(strategy, ParallelStrategy) and strategy.exchange == "static"
+    if not is_static or not is_dropless(capacity_factor):
+        return strategy
+    return replace(strategy, exchange="counted", all_to_all="linear")
 
 
 def _reset(module: nn.Module) -> None:

@@ -198,8 +198,6 @@ class ExpertsConfig:
     capacity_auto: bool = False
     # with `CAPACITY_AUTO`: the share of a rank's choices that a layer may drop
     capacity_drop_share: float = 0.01
-    # as `CAPACITY_FACTOR`, in evaluation; where experts choose, 0 is as in training
-    eval_capacity_factor: float = 1.25
     # `BATCH_PRIORITIZED` in evaluation; `same`: as in training
     eval_batch_prioritized: str = "same"
     # hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with `TOP_K` 2, or
@@ -215,6 +213,13 @@ class ExpertsConfig:
     # What all layers have in common: model_dim and hidden_dim are 1, each block has its own. None:
     # the dense model.
     layer: MoEConfig | None
+
+    @property
+    def eval_capacity_factor(self) -> float:
+        """The capacity factor in evaluation; 0 of a dense model, which drops nothing."""
+        if self.layer is None:
+            return 0.0
+        return self.layer.eval_capacity_factor
 
     def layer_fields(self) -> dict[str, object]:
         """The fields of `layer` without its shape; none of a dense model."""

@@ -50,7 +50,9 @@ class StandardForm(nn.Module):
         )
         tensors = chain(self.model.named_parameters(), self.model.named_buffers())
         for name, tensor in tensors:
-            if tensor.is_floating_point() and ".router." not in name:
+            # routers and their biases compute in fp32
+            is_routing = ".router." in name or ".balance." in name
+            if tensor.is_floating_point() and not is_routing:
                 tensor.data = tensor.data.to(dtype)
 
     def forward(self, images: Tensor) -> Tensor:

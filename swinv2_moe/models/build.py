@@ -51,7 +51,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
         "num_experts": experts.num_experts,
         "moe_blocks": experts.blocks,
         "moe": experts.layer_fields(),
-        "eval_capacity_factor": experts.eval_capacity_factor,
         "eval_batch_prioritized": _EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         "hidden_ratio": experts.hidden_ratio,
         "moe_norm": experts.norm,

@@ -29,14 +29,13 @@ class MoEMlp(nn.Module):
             schedule sets them between two steps.
         random_share: share of the tokens that get random experts in training mode. A schedule sets
             it.
-        eval_capacity_factor, eval_batch_prioritized: values in evaluation mode.
-            `eval_batch_prioritized` may be None: as the layer is configured.
+        eval_capacity_factor, eval_batch_prioritized: values in evaluation mode; None: as the layer
+            is configured.
     """
 
     def __init__(
         self,
         moe: MoELayer,
-        eval_capacity_factor: float,
         frozen: bool = False,
         eval_batch_prioritized: bool | None = None,
         aux_loss_weight: float | Tensor = 0.0,
@@ -46,7 +45,7 @@ class MoEMlp(nn.Module):
         self.top_k: int | None = None
         self.capacity_factor: float | Tensor | None = None
         self.random_share: float | Tensor = 0.0
-        self.eval_capacity_factor = eval_capacity_factor
+        self.eval_capacity_factor: float | None = None
         self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
         self.aux_loss_weight = aux_loss_weight
@@ -67,11 +66,8 @@ class MoEMlp(nn.Module):
                 "random_share": self.random_share,
             }
         else:
-            capacity_factor: float | None = self.eval_capacity_factor
-            if capacity_factor == 0 and self.moe.config.routing == "expert_choice":
-                capacity_factor = None  # without a limit every expert would take every token
             routing = {
-                "capacity_factor": capacity_factor,
+                "capacity_factor": self.eval_capacity_factor,
                 "batch_prioritized": self.eval_batch_prioritized,
             }
         y, aux_loss = self.moe(x, **routing, **options)

@@ -49,7 +49,8 @@ class MoEModel(nn.Module):
             dense model.
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts.
         moe: further MoEConfig fields, which override the published recipe.
-        eval_capacity_factor: capacity factor in evaluation mode; None: as in training.
+        eval_capacity_factor: capacity factor in evaluation mode; None: that of `moe`, by default 0
+            (dropless).
         eval_batch_prioritized: `batch_prioritized` in evaluation mode; None: as in training.
         hidden_ratio: hidden dim of an expert, in units of the hidden dim of the FFN that it
             replaces.
@@ -106,16 +107,11 @@ class MoEModel(nn.Module):
                 if config.routing == "soft" and config.slots_per_expert == 0:
                     slots = math.ceil(self.tokens_of_image(block) / num_experts)
                     config = replace(config, slots_per_expert=slots)
-                capacity_factor = eval_capacity_factor
-                if capacity_factor is None:
-                    capacity_factor = config.capacity_factor
+                if eval_capacity_factor is not None:
+                    config = replace(config, eval_capacity_factor=eval_capacity_factor)
                 layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
                 block.mlp = MoEMlp(
-                    layer.to(dtype),
-                    capacity_factor,
-                    freeze_moe,
-                    eval_batch_prioritized,
-                    aux_loss_weight,
+                    layer.to(dtype), freeze_moe, eval_batch_prioritized, aux_loss_weight
                 )
                 self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)

@@ -16,14 +16,13 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.data import build_transform
 from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.models import MoEMlp
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.selection import select_checkpoint
 
 Picture = str | os.PathLike | Image.Image
 _MAX_READERS = 8  # threads that read pictures
-_CAPACITY_KEY = "MODEL.MOE.EVAL_CAPACITY_FACTOR"
+_DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
 def load_predictor(
@@ -51,11 +50,10 @@ def load_predictor(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: one process predicts, without torchrun"
         )
     path, selected = select_checkpoint(str(run), checkpoint)
-    with open_deployed(path, opts=opts, name=name) as deployed:
+    # before the user's keys, which override it; checkpoints may have been trained with a capacity
+    with open_deployed(path, opts=[*_DROPLESS, *opts], name=name) as deployed:
         predictor = Predictor(deployed)
     predictor.facts["selected"] = selected
-    if _CAPACITY_KEY not in opts[::2]:
-        predictor.make_dropless()
     return predictor
 
 
@@ -88,13 +86,6 @@ class Predictor:
         )
         names = ("checkpoint", "step", "passed_over", "image_size", "torch")
         self.facts = {name: facts[name] for name in names}
-
-    def make_dropless(self) -> None:
-        """Remove the capacity limit of layers whose tokens choose their experts. Expert choice
-        needs a capacity and does not change."""
-        for layer in self.module.modules():
-            if isinstance(layer, MoEMlp) and layer.moe.config.routing == "token_choice":
-                layer.eval_capacity_factor = 0.0
 
     def predict(
         self,

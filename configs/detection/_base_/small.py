@@ -11,6 +11,7 @@ small = dict(
         # pretrained at 192 px, where the last stage has 6 x 6 tokens
         pretrained_window_sizes=(12, 12, 12, 6),
         num_experts=0,
+        eval_capacity_factor=1.25,  # as published; frozen experts use it in training, too
         drop_path_rate=0.2,
     ),
     neck=dict(in_channels=[96, 192, 384, 768]),

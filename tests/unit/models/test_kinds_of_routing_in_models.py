@@ -1,6 +1,7 @@
-"""Models whose experts choose, or mix, tokens."""
+"""Models whose experts choose, or mix, tokens; results that do not depend on the batch."""
 
 import pytest
+import timm
 import torch
 
 from moe_core import moe_layers
@@ -22,6 +23,46 @@ SWIN = {
 def make_model(**options) -> SwinTransformerV2MoE:
     torch.manual_seed(0)
     return SwinTransformerV2MoE(**SWIN | options)
+
+
+# Kinds of routing with which the logits of an image do not depend on the rest of its batch.
+INVARIANT = {
+    "linear": {},
+    "linear, K = 2": {"top_k": 2, "normalize_gates": True},
+    "cosine": {"router": "cosine", "top_k": 2},
+    "bias": {"balance": "bias"},
+    "soft": {"router": "soft"},
+    "expert choice in an image": {"router": "expert_choice", "choose_per_image": True},
+}
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def alone_and_together(model, size: int):
+    """Logits of seven images, one by one and in one batch."""
+    images = torch.randn(7, 3, size, size, dtype=torch.float64)
+    images[3:] = images[3:] * 0.01 + 2  # alike: they crowd a few experts
+    model = model.double().eval()
+    with torch.no_grad():
+        return torch.cat([model(image[None]) for image in images]), model(images)
+
+
+@pytest.mark.parametrize("kind", INVARIANT)
+@pytest.mark.parametrize("name", ["swinv2_moe", "vit_moe"])
+def test_logits_do_not_depend_on_the_batch(name, kind, randomize):
+    """Also where the tokens of an image do not divide by the experts (ViT: 17 tokens)."""
+    shape = {"swinv2_moe": SWIN, "vit_moe": VIT}[name]
+    options = shape | {"num_experts": 4, "moe": INVARIANT[kind]}
+    model = randomize(timm.create_model(name, **options))
+    torch.testing.assert_close(*alone_and_together(model, shape["img_size"]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"eval_capacity_factor": 0.5}, {"moe": {"router": "expert_choice"}}]
+)
+def test_a_capacity_over_the_batch_makes_logits_depend_on_it(options, randomize):
+    model = randomize(timm.create_model("swinv2_moe", **SWIN | options))
+    alone, together = alone_and_together(model, 16)
+    assert (alone - together).abs().max() > 1e-3
 
 
 def test_soft_routing_has_as_many_slots_as_tokens():

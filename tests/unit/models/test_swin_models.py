@@ -357,7 +357,7 @@ def test_compiled_without_a_graph_break(pre_norm, make_model, images):
 
 
 def test_evaluation_uses_its_own_capacity(make_model, images):
-    model = make_model(4, moe={"capacity_factor": 0.5}, eval_capacity_factor=0.0)
+    model = make_model(4, moe={"capacity_factor": 0.5})
     layers = moe_layers(model).values()
     model(images)
     assert all(layer.last_routing.dropped_share > 0 for layer in layers)
@@ -367,7 +367,7 @@ def test_evaluation_uses_its_own_capacity(make_model, images):
     model.train()
     model(images)
     assert all(layer.last_routing.dropped_share > 0 for layer in layers)
-    model = make_model(4, moe={"capacity_factor": 0.5}).eval()  # None: as in training
+    model = make_model(4, eval_capacity_factor=0.5).eval()
     model(images)
     assert all(layer.last_routing.dropped_share > 0 for layer in moe_layers(model).values())
 

@@ -20,12 +20,11 @@ KEYS += " MODEL.VIT.NUM_HEADS 2 DATA.IMG_SIZE 16 MODEL.MOE.NUM_EXPERTS 4 MODEL.M
 
 @pytest.fixture
 def make(randomize):
-    """`make(**kwargs)`: a small model, dropless in evaluation, with weights that are nowhere
-    zero."""
+    """`make(**kwargs)`: a small model with weights that are nowhere zero."""
 
     def make(**kwargs):
         name = "vit_moe_tiny_patch16_224"
-        return randomize(timm.create_model(name, **SMALL | {"eval_capacity_factor": 0.0} | kwargs))
+        return randomize(timm.create_model(name, **SMALL | kwargs))
 
     return make
 

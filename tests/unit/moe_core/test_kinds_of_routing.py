@@ -190,6 +190,20 @@ def test_an_expert_chooses_equally_many_tokens_of_each_image():
     assert ((y[..., 0] > 0).sum(1) >= capacity // B).all()
 
 
+@pytest.mark.parametrize("length", [8, 9, 11])
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "expert_choice"])
+def test_evaluation_does_not_depend_on_the_batch(name, exported, length):
+    layer = make_layer(name, capacity_factor=1.25).eval()
+    run = StandardMoE(layer) if exported else lambda x: layer(x)[0]
+    x = torch.randn(6, length, M, dtype=torch.float64)
+    x[3:] = x[3:] * 0.01 + 1  # alike: they crowd a few experts
+    with torch.no_grad():
+        together = run(x)
+        for i, image in enumerate(x):
+            torch.testing.assert_close(run(image[None])[0], together[i])
+
+
 def test_bias_balances_the_load():
     layer = make_layer("bias", balance_rate=0.002)
     layer.balance.bias.zero_()

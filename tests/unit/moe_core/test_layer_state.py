@@ -1,4 +1,4 @@
-"""A layer's state under casts, copies, construction on meta and recomputation, and what it draws."""
+"""A layer's state under casts, copies, construction on meta and recomputation; its random draws."""
 
 import copy
 import pickle

@@ -98,7 +98,7 @@ def test_mask():
 
 
 def test_exported_form():
-    layer, norm = make(top_k=2, capacity_factor=1.0, num_shared_experts=1)
+    layer, norm = make(top_k=2, eval_capacity_factor=1.0, num_shared_experts=1)
     x = torch.randn(4, 6, 8, dtype=torch.float64)
     layer.eval()
     with torch.no_grad():
