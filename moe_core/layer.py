@@ -30,7 +30,7 @@ from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
 from moe_core.parallel.trial import Trial
-from moe_core.precision import expert_dtype, in_backward, without_autocast
+from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
@@ -50,7 +50,7 @@ from moe_core.torch_tools import (
     register_experts,
     shard_state,
 )
-from moe_core.transforms import in_transform
+from moe_core.transforms import in_backward, in_transform
 
 
 class MoELayer(nn.Module):

@@ -33,13 +33,6 @@ def draw(tensor: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
     tensor.copy_(values)
 
 
-def in_backward() -> bool:
-    """Whether a backward pass is running, for example one that recomputes activations."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
-
-
 def _has_autocast(device: str) -> bool:
     # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
     return device != "meta"

@@ -34,3 +34,10 @@ def first_derivative_only(backward: Callable) -> Callable:
         return backward(ctx, *grads)
 
     return run
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running, for example one that recomputes activations."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
