@@ -240,8 +240,8 @@ class ModelConfig:
     attn_drop_rate: float = 0.0  # dropout of attention weights
     drop_path_rate: float = 0.1  # largest rate of stochastic depth
     label_smoothing: float = 0.1  # share of a label that is spread over all classes
-    # a run or checkpoint of this project; a `.safetensors` or `.pth` file; or a name: `timm:NAME`,
-    # `hf-hub:OWNER/NAME`
+    # a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in timm's
+    # form; or a name: `timm:NAME`, `hf-hub:OWNER/NAME`
     pretrained: str = ""
     # `MODEL.PRETRAINED` is dense: copy each dense FFN into every expert of its block
     upcycle: bool = False

@@ -278,9 +278,10 @@ def test_an_output_that_exists(files, convert, cfg, make_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("source", ["gone", "directory", "file", "checkpoint with a damaged file"])
 def test_what_is_no_checkpoint(source, convert, make_checkpoint, tmp_path):
-    path, fragment = tmp_path / "c", "holds no checkpoint"
+    path, fragment = tmp_path / "c", f"CHECKPOINT {tmp_path}/c: no such file or directory"
     if source == "directory":
         path.mkdir()
+        fragment = "holds no checkpoint"
     elif source == "file":
         path.write_text("")
         fragment = f"{path}"
