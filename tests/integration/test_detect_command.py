@@ -120,7 +120,7 @@ def test_no_such_config_checkpoint_or_image(detect, tmp_path: Path) -> None:
         (("test", config, "nowhere"), "nowhere"),
         (("test", config, "nowhere", "--output", "no/ap.json"), "no/ap.json"),
         (("show", config, "nowhere", "none.png"), "none.png"),
-        (("show", config, "nowhere", tmp_path / "data"), "holds no images"),
+        (("show", config, "nowhere", tmp_path / "data/shapes/annotations"), "holds no images"),
     ):
         done = detect(*arguments)
         assert done.status == 2
