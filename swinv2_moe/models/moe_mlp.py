@@ -75,7 +75,10 @@ class MoEMlp(nn.Module):
             self.aux_loss = None
             return y
         if self.training and self.attaches_aux_loss and aux_loss.requires_grad:
-            y = _AttachedLoss.apply(y, aux_loss, self.aux_loss_weight)
+            attach = _AttachedLoss
+            if torch.compiler.is_compiling():
+                attach = _CompiledAttachedLoss
+            y = attach.apply(y, aux_loss, self.aux_loss_weight)
             aux_loss = aux_loss.detach()
         self.aux_loss = aux_loss
         return y
@@ -89,10 +92,10 @@ class MoEMlp(nn.Module):
         return self.__dict__ | {"aux_loss": None}
 
 
-class _AttachedLoss(torch.autograd.Function):
+class _CompiledAttachedLoss(torch.autograd.Function):
     """y [..., M] unchanged. Its backward pass adds `weight` to the gradient of a scalar loss.
 
-    The forward derivative is that of y. Source: Megatron-LM, MoEAuxLossAutoScaler.
+    torch.compile accepts no function with a jvp. Source: Megatron-LM, MoEAuxLossAutoScaler.
     """
 
     generate_vmap_rule = True
@@ -109,6 +112,10 @@ class _AttachedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, y_grad: Tensor) -> tuple:
         return y_grad, y_grad.new_ones((), dtype=ctx.dtype) * ctx.weight, None
+
+
+class _AttachedLoss(_CompiledAttachedLoss):
+    """The same; the forward derivative is that of y."""
 
     @staticmethod
     def jvp(ctx, y_tangent: Tensor, loss_tangent: Tensor | None, _) -> Tensor:

@@ -54,9 +54,9 @@ def test_blocks_differ_only_in_the_place_of_the_norm(position):
         x = x + block.norm1(block._attn(x))
         moe = block.mlp.moe
         if position == "pre":
-            branch, _ = moe(block.norm2(x), capacity_factor=1.25)
+            branch, _ = moe(block.norm2(x))
         else:
-            branch, _ = moe(x, capacity_factor=1.25, output_norm=block.norm2)
+            branch, _ = moe(x, output_norm=block.norm2)
     torch.testing.assert_close(y, x + branch)
 
 
