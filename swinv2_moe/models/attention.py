@@ -35,6 +35,16 @@ class FusedWindowAttention(WindowAttention):
         super().__init__(*args, **kwargs)
         self._bias: PreparedValue[Tensor] = PreparedValue()
 
+    def _init_buffers(self) -> None:
+        """As timm, with the dtype and device of the parameters, which loading with `assign`
+        changes."""
+        weight = self.proj.weight
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            dtype = weight.dtype if buffer.is_floating_point() else buffer.dtype
+            if (buffer.dtype, buffer.device) != (dtype, weight.device):
+                setattr(self, name, torch.empty_like(buffer, dtype=dtype, device=weight.device))
+        super()._init_buffers()
+
     @classmethod
     def like(cls, attn: WindowAttention) -> "FusedWindowAttention":
         """A new attention with the same shape and on the same device as `attn`."""

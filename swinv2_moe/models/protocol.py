@@ -115,6 +115,7 @@ class MoEModel(nn.Module):
                 )
                 self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)
+        self.register_load_state_dict_post_hook(_recompute_buffers)
         ignore_experts(self)
 
     # Defined by each model
@@ -181,6 +182,12 @@ class MoEModel(nn.Module):
 
     # The same for all models
 
+    def init_weights(self, *args, **kwargs) -> None:
+        """As timm, and compute the buffers that no state dict has: after `to_empty` they have no
+        values. `load_state_dict` also computes them."""
+        super().init_weights(*args, **kwargs)
+        _recompute_buffers(self)
+
     def input_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of an image."""
         return self.patch_embed.proj.in_channels, *self.patch_embed.img_size
@@ -232,6 +239,12 @@ class WithAuxLoss(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """As `MoEModel.forward_with_aux`."""
         return self.model.forward_with_aux(images)
+
+
+def _recompute_buffers(model: nn.Module, *_) -> None:
+    for module in model.modules():
+        if hasattr(module, "init_non_persistent_buffers"):  # timm's blocks and attention
+            module.init_non_persistent_buffers()
 
 
 def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ The paper (arXiv 2206.03382, section 5) calls the model SwinV2-MoE. This form is
 released weights.
 """
 
-from functools import partial
+from itertools import chain
 
 from timm.layers import Mlp
 from timm.models import swin_transformer, swin_transformer_v2
@@ -80,4 +80,7 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """As timm, but norm weights start at one. timm starts them at zero, for res-post-norm."""
-        self.apply(partial(self._init_weights, needs_reset=needs_reset))
+        super().init_weights(needs_reset=needs_reset)
+        for block in chain.from_iterable(self.block_stages()):
+            block.norm1.reset_parameters()
+            block.norm2.reset_parameters()

@@ -111,16 +111,27 @@ def test_dtype_and_device_of_creation_are_those_of_every_parameter(dtype, device
         assert (tensor.dtype, tensor.device.type) == (dtype, device)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_init_weights_after_to_empty(name, images):
-    """Every parameter and buffer gets a value, those of the experts and the router too."""
-    model = timm.create_model(name, device="meta", **SMALL).to_empty(device="cpu").eval()
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
-    model.init_weights()
-    for module in model.modules():
-        # as timm does: attention's masks
-        getattr(module, "init_non_persistent_buffers", lambda: None)()
-    assert all(p.isfinite().all() for p in [*model.parameters(), *model.buffers()])
-    assert model(images).isfinite().all()
+@pytest.mark.parametrize("how", ["init_weights", "load_state_dict", "assign"])
+@pytest.mark.parametrize("name", [*FORMS, "vit_moe_tiny_patch16_224"])
+def test_logits_after_deferred_initialisation(name, how, images, randomize):
+    """They are those of a model that was never on the meta device. Parameters and buffers, those
+    that no state dict has (masks and positions) among them, get their values."""
+    options = SMALL
+    if name.startswith("vit"):
+        options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
+    plain = randomize(timm.create_model(name, dtype=torch.float64, **options)).eval()
+    model = timm.create_model(name, device="meta", dtype=torch.float32, **options).eval()
+    if how == "assign":  # the dtype is that of the state dict
+        model.load_state_dict(plain.state_dict(), assign=True)
+    else:
+        model.double().to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        if how == "init_weights":
+            model.init_weights()
+            plain.load_state_dict(model.state_dict())
+        else:
+            model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
+    torch.testing.assert_close(model(images.double()), plain(images.double()))
