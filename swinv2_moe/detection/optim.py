@@ -1,17 +1,21 @@
 """Parameter groups and the optimiser step of a detector."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from mmengine.dist import all_gather_object
+from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
-from moe_core import average_expert_gradients, clip_gradients
+from moe_core import average_expert_gradients, clip_gradients, cpu_computes_in
 from swinv2_moe.errors import UserError
+from swinv2_moe.train.autocast import off_because_slow
 from swinv2_moe.train.optim import LossScaler
 
 _DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,7 +88,8 @@ class MoEOptimWrapper(OptimWrapper):
     that of each rank, which differs for sharded experts.
 
     Args:
-        dtype: autocast dtype of backbone and neck, "bfloat16" or "float16"; None: fp32.
+        dtype: autocast dtype of backbone and neck, "bfloat16" or "float16"; None: fp32. On a CPU
+            of any process without instructions for the dtype it becomes None, with a warning.
         clip_grad: `dict(max_norm=...)`; None: no clipping.
 
     Raises:
@@ -113,6 +118,8 @@ class MoEOptimWrapper(OptimWrapper):
         self.max_norm = 0.0
         if clip_grad:
             self.max_norm = clip_grad["max_norm"]
+        if dtype is not None and next(model.parameters()).device.type == "cpu":
+            dtype = _unless_slow(dtype)
         self.dtype, self.scaler = _DTYPES[dtype], LossScaler(dtype == "float16")
 
     @contextmanager
@@ -149,3 +156,12 @@ class MoEOptimWrapper(OptimWrapper):
         if "loss_scaler" in state_dict:
             self.scaler.load(state_dict.pop("loss_scaler"))
         super().load_state_dict(state_dict)
+
+
+def _unless_slow(dtype: str) -> str | None:
+    """The dtype; None, with a warning, if the CPU of a process has no instructions for it."""
+    if all(all_gather_object(cpu_computes_in(dtype))):
+        return dtype
+    line = f"optim_wrapper.dtype is {dtype}: {off_because_slow(dtype)}"
+    print_log(line, logger="current", level=logging.WARNING)
+    return None

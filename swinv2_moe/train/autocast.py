@@ -33,7 +33,12 @@ def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, li
         run=replace(run, amp_enable=False),
         train=replace(config.train, amp_enable=False),
     )
-    return config, [
-        "warning: AMP_ENABLE is True: off, because this CPU has no instructions for"
-        f" {run.amp_dtype}, and computes in it up to 50 times as slowly as in float32"
-    ]
+    return config, [f"warning: AMP_ENABLE is True: {off_because_slow(run.amp_dtype)}"]
+
+
+def off_because_slow(dtype: str) -> str:
+    """The reason for switching mixed precision off, for a message."""
+    return (
+        f"off, because this CPU has no instructions for {dtype}, and computes in it up to 50 times"
+        " as slowly as in float32"
+    )

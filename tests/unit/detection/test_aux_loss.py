@@ -20,6 +20,7 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 
 from moe_core import moe_layers
+from moe_core.ops.native import instruction_sets
 from swinv2_moe.detection import run
 from swinv2_moe.detection.detectors import MoEDetector
 
@@ -50,7 +51,8 @@ def test_in_the_losses(data, tmp_path, detector):
 
 
 @pytest.mark.parametrize("detector", ["mask_rcnn", "cascade_mask_rcnn", "htc"])
-def test_a_step_in_bfloat16(data, tmp_path, detector):
+def test_a_step_in_bfloat16(data, tmp_path, detector, monkeypatch):
+    monkeypatch.setattr(instruction_sets, "cpu_words", frozenset)  # bfloat16 on any CPU
     config = tiny_config(data, tmp_path, detector, optim_wrapper__dtype="bfloat16")
     model = run.build_detector(config).train()
     wrapper = build_optim_wrapper(model, config.optim_wrapper)

@@ -8,7 +8,8 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from mmengine.optim import build_optim_wrapper
 
-from swinv2_moe.detection import run
+from moe_core.ops.native import instruction_sets
+from swinv2_moe.detection import optim, run
 from swinv2_moe.errors import UserError
 
 
@@ -94,8 +95,31 @@ def test_frozen_parameters_are_left_out():
     assert len(settings(model, wrapper)) == sum(p.requires_grad for p in model.parameters())
 
 
+@pytest.fixture
+def cpu_features(monkeypatch):
+    """`cpu_features(*words)`: those of the CPU; without words it computes in any dtype."""
+    return lambda *words: monkeypatch.setattr(
+        instruction_sets, "cpu_words", lambda: frozenset(words)
+    )
+
+
+@pytest.mark.parametrize(("dtype", "feature"), [("bfloat16", "amx_bf16"), ("float16", "asimdhp")])
+def test_autocast_is_off_on_a_cpu_without_instructions(dtype, feature, cpu_features, monkeypatch):
+    lines = []
+    monkeypatch.setattr(optim, "print_log", lambda line, **_: lines.append(line))
+    cpu_features("avx512f", feature)
+    assert wrapper_of(Model(), dtype=dtype).dtype == getattr(torch, dtype)
+    cpu_features("avx512f")
+    wrapper = wrapper_of(Model(), dtype=dtype)
+    assert (wrapper.dtype, wrapper.scaler.enabled) == (None, False)
+    assert [line.partition(", because")[0] for line in lines] == [
+        f"optim_wrapper.dtype is {dtype}: off"
+    ]
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_step_clips_by_the_norm_of_all(dtype):
+def test_a_step_clips_by_the_norm_of_all(dtype, cpu_features):
+    cpu_features()
     model = Model()
     wrapper = wrapper_of(
         model, dtype=dtype, clip_grad={"max_norm": 1e-3}, optimizer={"type": "SGD", "lr": 1.0}
@@ -111,7 +135,8 @@ def test_a_step_clips_by_the_norm_of_all(dtype):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_half_precision_steps_over_an_overflow():
+def test_half_precision_steps_over_an_overflow(cpu_features):
+    cpu_features()
     model = Model()
     wrapper = wrapper_of(model, dtype="float16", optimizer={"type": "SGD", "lr": 1.0})
     scale, weight = wrapper.scaler.scale, model.head.weight.detach().clone()
