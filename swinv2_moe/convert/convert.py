@@ -28,10 +28,11 @@ from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
-from swinv2_moe.model_types import model_types
+from swinv2_moe.model_types import model_section, model_types
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
+from swinv2_moe.train import trained_with
 from swinv2_moe.train.checkpoint import (
     count_classes,
     find_checkpoint,
@@ -50,7 +51,7 @@ def import_weights(
     config: CfgNode | None = None,
     class_names: list[str] | None = None,
     noise: float = 0.0,
-) -> None:
+) -> list[str]:
     """Write the checkpoint directory `output` from a file of weights, or from files of ranks.
 
     Args:
@@ -61,13 +62,16 @@ def import_weights(
             any.
         noise: noise on upcycled experts (see `load_dense`); its seed is config.SEED.
 
+    Returns:
+        messages about what the dense weights were trained with (`take_over`).
+
     Raises:
         UserError: input that cannot be used or does not fit the model; nothing is written.
     """
     check_new(output)
     if not 0 <= noise < math.inf:
         raise UserError(f"--noise is {noise}, it must be finite and not negative")
-    step = 0
+    step, notes = 0, []
     if kind == "single":
         tensors, file_config, file_names, step = _read_single(source)
         config, class_names = config or file_config, class_names or file_names
@@ -76,6 +80,9 @@ def import_weights(
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
+        stages = len(model_section(config).get("DEPTHS", [0]) or [])
+        trained = trained_with.of_weights(str(source), stages)
+        config, notes = trained_with.take_over(config, trained, str(source))
         section = model_config(config)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
@@ -93,6 +100,7 @@ def import_weights(
         tensors = layouts.joined(states, model, sources)
     tensors = _fitting(tensors, model, source)
     write_weights(output, model, tensors, config.dump(), class_names or [], step)
+    return notes
 
 
 def export_weights(

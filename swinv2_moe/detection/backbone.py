@@ -18,6 +18,7 @@ from swinv2_moe.model_types import model_types
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 from swinv2_moe.models.weights import rank_experts
+from swinv2_moe.train.trained_with import TrainedWith
 
 # Arguments of the trunk that the backbone sets, and the collector of others.
 _SET_HERE = {
@@ -120,6 +121,7 @@ class SwinV2MoE(BaseModule):
         self.norms = nn.ModuleList(
             nn.LayerNorm(self.trunk.feature_info[i]["num_chs"]) for i in self.out_indices
         )
+        self.trained_with: TrainedWith | None = None  # what `pretrained` was trained with
         self._image_sizes: list[Size] | None = None
         self._register_load_state_dict_pre_hook(self._keep_rank_experts)
 
@@ -168,7 +170,7 @@ class SwinV2MoE(BaseModule):
             UserError: weights that cannot be read or do not fit.
         """
         if self.pretrained:
-            load_pretrained(self.trunk, self.pretrained)
+            self.trained_with = load_pretrained(self.trunk, self.pretrained)
         self._is_init = True
 
     def _keep_rank_experts(self, state: dict[str, Tensor], prefix: str, *_) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from mmengine.runner.checkpoint import get_torch_safe_globals
 from torch import nn
 
+from swinv2_moe.detection.weights import use_windows
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weight_files import read_torch_file, unwrapped
 
@@ -37,3 +38,7 @@ def load_pth(model: nn.Module, content: dict, file: str) -> None:
         raise UserError(
             f"checkpoint {file} cannot be used: {' '.join(str(error).split())}"
         ) from error
+    meta = content.get("meta")
+    windows = meta.get("backbone_windows") if isinstance(meta, dict) else None
+    if isinstance(windows, list) and all(type(w) is int and 0 < w <= 4096 for w in windows):
+        use_windows(model.backbone.trunk, windows, f"checkpoint {file}")

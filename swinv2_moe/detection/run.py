@@ -20,6 +20,7 @@ from swinv2_moe.config_files import find_config
 from swinv2_moe.detection.annotations import listed
 from swinv2_moe.detection.ground_truth import class_names, coco_datasets
 from swinv2_moe.detection.pth import load_pth, read_pth
+from swinv2_moe.detection.weights import use_windows
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.train import checkpoint
@@ -222,6 +223,8 @@ def build_detector(config: Config, source: str | None = None) -> nn.Module:
     if Path(source).is_dir():
         weights = checkpoint.find_checkpoint(source, Path(), key="checkpoint", weights_only=True)
         model.load_state_dict(checkpoint.read_weights_of(weights, model))
+        windows = weights.meta.get("backbone_windows")
+        use_windows(model.backbone.trunk, windows, f"checkpoint {weights.directory}")
     else:
         load_pth(model, read_pth(source), source)
     return model.eval()
@@ -236,8 +239,11 @@ def export_pth(config: Config, source: str, file: str) -> None:
     if Path(file).exists():
         raise UserError(f"{file} already exists")
     model = build_detector(config, source)
+    windows = model.backbone.trunk.position_windows()
+    config.model.backbone.pretrained_window_sizes = windows
     # as mmengine's hook writes them
     meta = {"cfg": config.pretty_text, "dataset_meta": {"classes": trained_classes(source)}}
+    meta["backbone_windows"] = windows
     save_checkpoint({"state_dict": model.state_dict(), "meta": meta}, file)
 
 

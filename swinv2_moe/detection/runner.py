@@ -22,6 +22,7 @@ from swinv2_moe.detection.ground_truth import GroundTruth, use_ground_truth
 from swinv2_moe.detection.progress import ProgressHook, quiet_console
 from swinv2_moe.detection.pth import load_pth, read_pth
 from swinv2_moe.detection.tuning import TuningHook
+from swinv2_moe.detection.weights import check_preprocessing, use_windows
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
 from swinv2_moe.train import checkpoint
@@ -113,6 +114,9 @@ class MoERunner(Runner):
 
     def _init_model_weights(self) -> None:
         self.detector.init_weights()
+        backbone = getattr(self.detector, "backbone", None)
+        if getattr(backbone, "trained_with", None):
+            check_preprocessing(self.detector, backbone.trained_with, backbone.pretrained)
         owned = sharded_experts(self.detector)
         for name, tensor in self.detector.state_dict().items():
             if name not in owned:
@@ -130,6 +134,8 @@ class MoERunner(Runner):
         weights = checkpoint.read_weights_of(source, self.detector)
         checkpoint.load_strategies(source, self.detector)
         self.detector.load_state_dict(weights)
+        windows = source.meta.get("backbone_windows")
+        use_windows(self.detector.backbone.trunk, windows, f"checkpoint {source.directory}")
         if self._resume:
             self._restore(source)
         self._has_loaded = True
@@ -200,6 +206,8 @@ class MoERunner(Runner):
                 "a .pth would hold this rank's experts alone: with expert_parallel use"
                 " ExpertStoreHook"
             )
+        windows = self.detector.backbone.trunk.position_windows()
+        kwargs["meta"] = (kwargs.get("meta") or {}) | {"backbone_windows": windows}
         super().save_checkpoint(*args, **kwargs)
 
 

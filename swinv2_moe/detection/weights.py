@@ -1,21 +1,25 @@
 """Load weights that this project has trained into a detector's trunk."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
 from moe_core import count_experts, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
+from swinv2_moe.models.positions import set_windows
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import rank_experts
 from swinv2_moe.train import checkpoint
+from swinv2_moe.train.trained_with import TrainedWith, of_weights
 
 _KEY = "backbone.pretrained"
 _DETECTOR_PREFIX = "backbone.trunk."  # of a trunk's names in a detector
 
 
-def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
+def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     """Load the weights of a run, a checkpoint or a file into a trunk without head.
 
     Args:
@@ -23,12 +27,16 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
             a checkpoint, a file of `convert_checkpoint.py export single`, or a file of dense
             weights for a dense trunk.
 
+    Returns:
+        what the weights were trained with, as far as it is known.
+
     Raises:
         UserError: weights that cannot be read or are another model's; nothing is loaded.
     """
+    trained = of_weights(source, len(trunk.layers))
     if not Path(source).is_dir():
-        _load_file(trunk, Path(source))
-        return
+        _load_file(trunk, Path(source), trained)
+        return trained
     pretrained = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
     section = ""
     if pretrained.has("ema"):
@@ -42,17 +50,58 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> None:
     windows_key = "windows"
     if prefix:
         windows_key = "backbone_windows"
-    windows = pretrained.meta.get(windows_key)
-    if windows not in (None, trunk.position_windows()):
-        raise UserError(
-            f"{_KEY} {source}: its positions are measured by windows of {windows}, the backbone's "
-            f"by {trunk.position_windows()}; backbone.pretrained_window_sizes={windows} measures "
-            "them likewise"
-        )
+    use_windows(trunk, pretrained.meta.get(windows_key), f"{_KEY} {source}")
     model: nn.Module = trunk
     if prefix:
         model = _in_detector(trunk)
     checkpoint.load_weights(pretrained, model, _without_head)
+    return trained
+
+
+def use_windows(trunk: SwinTransformerV2MoE, windows: Sequence[int] | None, source: str) -> None:
+    """Measure positions by the windows of the weights, unless backbone.pretrained_window_sizes is
+    given.
+
+    Args:
+        windows: of the weights, one for each stage; None or empty if they are not known.
+        source: name of the weights in messages.
+
+    Raises:
+        UserError: the backbone has other windows by configuration, or another number of stages.
+    """
+    current = trunk.position_windows()
+    if not windows or list(windows) == current:
+        return
+    attention = [stage.blocks[0].attn for stage in trunk.layers]
+    if any(any(attn.pretrained_window_size) for attn in attention) or len(windows) != len(current):
+        raise UserError(
+            f"{source}: its positions are measured by windows of {list(windows)}, the backbone's "
+            f"by {current}; backbone.pretrained_window_sizes={list(windows)} measures them likewise"
+        )
+    set_windows(trunk, windows)
+    MMLogger.get_current_instance().info(
+        f"backbone.pretrained_window_sizes={list(windows)} is taken over from {source}"
+    )
+
+
+def check_preprocessing(detector: nn.Module, trained: TrainedWith, source: str) -> None:
+    """Warn if the detector normalises images otherwise than the training of `source` did."""
+    preprocessor = getattr(detector, "data_preprocessor", None)
+    for key, name in (("DATA.MEAN", "mean"), ("DATA.STD", "std")):
+        values = getattr(preprocessor, name, None)
+        if values is None or key not in trained.values:
+            continue
+        expected = [round(255 * value, 3) for value in trained.values[key]]
+        present = [round(value, 3) for value in values.flatten().tolist()]
+        if len(present) != len(expected) or any(map(_differ, present, expected)):
+            MMLogger.get_current_instance().warning(
+                f"model.data_preprocessor.{name} is {present}, the weights of {_KEY} {source} were"
+                f" trained with {expected}"
+            )
+
+
+def _differ(first: float, second: float) -> bool:
+    return abs(first - second) > 0.1  # of 255; configurations round
 
 
 def _below(prefix: str, values: dict) -> dict:
@@ -68,7 +117,9 @@ def _in_detector(trunk: SwinTransformerV2MoE) -> nn.Module:
     return nn.ModuleDict({"backbone": nn.ModuleDict({"trunk": trunk})})
 
 
-def _load_file(trunk: SwinTransformerV2MoE, file: Path) -> None:
+def _load_file(trunk: SwinTransformerV2MoE, file: Path, trained: TrainedWith) -> None:
+    if trained.line:
+        MMLogger.get_current_instance().info(f"{_KEY} {file}: {trained.line}")
     tensors = read_weights(file)
     experts = {
         name.removesuffix(".experts.w1"): len(tensor)
@@ -76,6 +127,7 @@ def _load_file(trunk: SwinTransformerV2MoE, file: Path) -> None:
         if name.endswith(".experts.w1")
     }
     _check_facts(trunk, str(file), _facts(tensors, experts))
+    use_windows(trunk, trained.windows, f"{_KEY} {file}")
     if experts:
         tensors = _without_head(tensors)
         load_strict(trunk, tensors | rank_experts(tensors, trunk), f"{_KEY} {file}")

@@ -24,6 +24,8 @@ _TIMM = "timm:"
 _HUB = "hf-hub:"
 _LOCAL = "local-dir:"
 _MAX_DESCRIPTION = 1 << 20  # bytes of config.json
+_SWIN = ("swinv2_", "swin_moe")
+_WINDOW_ARGUMENTS = ("img_size", "patch_size", "window_size", "pretrained_window_sizes", "depths")
 _FILES = ("model.safetensors", "pytorch_model.bin")  # the second name is used in older repositories
 
 
@@ -69,33 +71,76 @@ def local_file(pretrained: str) -> str:
     return str(directory) if pretrained.startswith(_LOCAL) else pretrained
 
 
-def timm_description(name: str) -> Mapping[str, object]:
-    """timm's `pretrained_cfg` of a name: from timm, or from config.json in the cache of the hub.
-    Empty if it is not known."""
+def timm_config(name: str) -> Mapping[str, object]:
+    """The config.json of a name, in timm's form: from timm, or from the hub. Empty if it is not
+    known."""
     if name.startswith(_TIMM):
-        config = get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True)
-        return config.to_dict() if config else {}
+        model = name.removeprefix(_TIMM)
+        config = get_pretrained_cfg(model, allow_unregistered=True)
+        return {"architecture": model, "pretrained_cfg": config.to_dict() if config else {}}
     repository, revision, _ = _location(name)
+    for cached in (True, False):  # a file in the cache needs no connection
+        try:
+            file = hf_hub_download(
+                repository, "config.json", revision=revision, local_files_only=cached
+            )
+        except (OSError, ValueError):  # the download of the weights says what is wrong
+            continue
+        return read_timm_config(file)
+    return {}
+
+
+def read_timm_config(file: str | Path) -> Mapping[str, object]:
+    """The content of a config.json in timm's form; empty without one."""
     try:
-        file = hf_hub_download(repository, "config.json", revision=revision)
         content = read_json(file, _MAX_DESCRIPTION)
-    except (OSError, ValueError):  # the download of the weights says what is wrong
+    except (OSError, ValueError):
         return {}
-    described = content.get("pretrained_cfg") if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}
+
+
+def description(config: Mapping) -> Mapping[str, object]:
+    """timm's `pretrained_cfg` in a config.json; empty without one."""
+    described = config.get("pretrained_cfg")
     return described if isinstance(described, dict) else {}
 
 
-def windows_of_name(name: str) -> list[int]:
-    """For each stage the window side that the weights' position biases were trained with.
-
-    Empty if not known: for names of the hub, and for models other than SwinV2.
-    """
-    if not name.startswith(_TIMM):
+def windows_of_config(config: Mapping) -> list[int]:
+    """For each stage the window side that the weights' position biases were trained with, from the
+    architecture and its arguments in a config.json. Empty if not known, and for models other than
+    SwinV2."""
+    name, given = config.get("architecture"), config.get("model_args")
+    if not isinstance(name, str) or not name.startswith(_SWIN) or not timm.is_model(name):
         return []
-    model = timm.create_model(name.removeprefix(_TIMM), device="meta")
+    arguments = {}
+    if isinstance(given, dict):
+        arguments = {key: given[key] for key in _WINDOW_ARGUMENTS if key in given}
+    if not all(map(_has_small_counts, arguments.values())):
+        return []
+    if isinstance(arguments.get("depths"), list):  # one block of a stage tells its window
+        ones = [1] * len(arguments["depths"])
+        arguments |= {"depths": ones, "num_heads": ones}
+    if "moe" in name:
+        arguments["num_experts"] = 0
+    try:
+        model = timm.create_model(name, device="meta", **arguments)
+    except Exception:  # timm raises any type for values that do not fit each other
+        return []
     if isinstance(model, SwinTransformerV2):
         return windows_of_model(model)
     return []
+
+
+def _has_small_counts(value: object) -> bool:
+    """Whether a value is an integer up to 4,096, or a short list of such values."""
+    if isinstance(value, list):
+        return len(value) <= 8 and all(map(_has_small_counts, value))
+    return type(value) is int and 0 <= value <= 4096
+
+
+def windows_of_name(name: str) -> list[int]:
+    """As `windows_of_config`, of a name at timm or the hub."""
+    return windows_of_config(timm_config(name))
 
 
 def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:

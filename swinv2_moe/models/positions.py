@@ -59,6 +59,14 @@ def windows_of_model(model: SwinTransformerV2) -> list[int]:
     return windows
 
 
+def set_windows(model: SwinTransformerV2, windows: Sequence[int]) -> None:
+    """Measure the positions of each stage by another window side than the stage's own."""
+    for stage, window in zip(model.layers, windows, strict=True):
+        for block in stage.blocks:
+            block.attn.pretrained_window_size = (window, window)
+            block.attn.init_non_persistent_buffers()
+
+
 def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -> None:
     """Compare the windows of weights with the model's.
 

@@ -37,11 +37,20 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     Raises:
         UserError: as `read_torch_file`.
     """
+    return read_one_of(file)[0]
+
+
+def read_one_of(file: Path) -> tuple[dict[str, Tensor], str]:
+    """As `read_weights`, and a line that names the state dict if the file has several of them."""
     if file.suffix != ".safetensors":
-        return without_prefixes(unwrapped(read_torch_file(file)), f"weights {file}")
+        content, line = read_torch_file(file), ""
+        kept = [key for key in _CONTAINERS if isinstance(content.get(key), dict)]
+        if kept[1:]:
+            line = f"holds {' and '.join(map(repr, kept))}: {kept[0]!r} is used"
+        return without_prefixes(unwrapped(content), f"weights {file}"), line
     with _opened(file):
         try:
-            return without_prefixes(load_file(file), f"weights {file}")
+            return without_prefixes(load_file(file), f"weights {file}"), ""
         # MemoryError: a file larger than the address space
         except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error

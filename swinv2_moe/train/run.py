@@ -317,7 +317,10 @@ def _load_pretrained(
     fit = partial(fit_head, model=model, config=config)
     if is_hub_name(source):
         file = _fetch_weights(source, world)
-        check_windows(model, windows_of_name(source), source)
+        windows = []
+        if world.is_main:
+            windows = windows_of_name(source)
+        check_windows(model, world.agree(windows), source)
         source = str(file)
     try:
         pretrained = None

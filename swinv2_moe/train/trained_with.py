@@ -14,30 +14,37 @@ from yacs.config import CfgNode
 from swinv2_moe.config import config_from_text, flatten, given_keys, model_config
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import read_json
 from swinv2_moe.model_types import model_section, model_type
 from swinv2_moe.models import build_model
-from swinv2_moe.models.hub import is_hub_name, local_file, timm_description, windows_of_name
+from swinv2_moe.models.hub import (
+    description,
+    is_hub_name,
+    local_file,
+    read_timm_config,
+    timm_config,
+    windows_of_config,
+)
 from swinv2_moe.models.positions import windows_of_tables
-from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.models.weight_files import read_one_of
 from swinv2_moe.train.checkpoint import checkpoints_below
 from swinv2_moe.train.meta import read_meta
 
 _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP", "TEST.CROP_RATIO")
-_MAX_BYTES = 1 << 20  # limit of config.json
 
 
 @dataclass(frozen=True)
 class TrainedWith:
-    """Values of the keys in `_KEYS`, and the window side of each stage; empty: not known."""
+    """Values of the keys in `_KEYS`, and the window side of each stage; empty: not known. `line`
+    says which of several state dicts in a file is used."""
 
     values: dict[str, object] = field(default_factory=dict)
     windows: list[int] = field(default_factory=list)
+    line: str = ""
 
 
 def of_checkpoint(meta: dict, name: str) -> TrainedWith:
     """The values in the meta.json of a checkpoint."""
-    return _of_yaml(meta["config"], meta.get("windows") or [], name)
+    return _of_yaml(meta["config"], meta.get("windows"), name)
 
 
 def of_weights(pretrained: str, stages: int) -> TrainedWith:
@@ -50,7 +57,8 @@ def of_weights(pretrained: str, stages: int) -> TrainedWith:
         UserError: an unknown name, or a file that cannot be read.
     """
     if is_hub_name(pretrained):
-        return TrainedWith(of_timm(timm_description(pretrained)), windows_of_name(pretrained))
+        content = timm_config(pretrained)
+        return TrainedWith(of_timm(description(content)), windows_of_config(content))
     path = Path(local_file(pretrained))
     if path.is_dir():
         return _of_run(path)
@@ -61,9 +69,11 @@ def of_weights(pretrained: str, stages: int) -> TrainedWith:
         except Exception:  # the reader of the weights says what is wrong
             return TrainedWith()
         if "config" in metadata:
-            return _of_yaml(metadata["config"], [], str(path))
-    values = of_timm(_described(path.parent / "config.json"))
-    return TrainedWith(values, windows_of_tables(read_weights(path), stages) or [])
+            return _of_yaml(metadata["config"], None, str(path))
+    content = read_timm_config(path.parent / "config.json")
+    tensors, line = read_one_of(path)
+    windows = windows_of_tables(tensors, stages) or windows_of_config(content)
+    return TrainedWith(of_timm(description(content)), windows, line)
 
 
 def _of_run(path: Path) -> TrainedWith:
@@ -76,19 +86,12 @@ def _of_run(path: Path) -> TrainedWith:
         return TrainedWith()
 
 
-def _of_yaml(text: str, windows: list[int], name: str) -> TrainedWith:
-    values = flatten(config_from_text(text, name))
+def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
+    config = config_from_text(text, name)
+    values = flatten(config)
+    if windows is None:
+        windows = _windows_of(config)
     return TrainedWith({key: values[key] for key in _KEYS}, windows)
-
-
-def _described(file: Path) -> Mapping:
-    """The `pretrained_cfg` of a config.json in timm's form; empty without one."""
-    try:
-        content = read_json(file, _MAX_BYTES)
-    except (OSError, ValueError):
-        return {}
-    described = content.get("pretrained_cfg") if isinstance(content, dict) else None
-    return described if isinstance(described, dict) else {}
 
 
 def of_timm(described: Mapping) -> dict[str, object]:
@@ -139,7 +142,8 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     except UserError as error:
         raise UserError(f"{name}: its weights were trained so: {error}") from error
     config.freeze()
-    notes = [f"warning: {name}: {line}" for line in differing]
+    notes = [f"{name}: {trained.line}"] if trained.line else []
+    notes += [f"warning: {name}: {line}" for line in differing]
     if taken:
         notes.append(f"taken over from {name}, whose weights were trained so: {', '.join(taken)}")
     return config, notes
@@ -150,6 +154,10 @@ def _needs_windows(config: CfgNode, windows: list[int]) -> bool:
     configured = model_section(config).get("PRETRAINED_WINDOW_SIZES", [1])
     if any(configured) or len(configured) != len(windows):
         return False
+    return _windows_of(config) not in ([], list(windows))
+
+
+def _windows_of(config: CfgNode) -> list[int]:
+    """The windows of the position biases of a configured model."""
     with torch.device("meta"):
-        model = build_model(model_config(config), num_classes=1)
-    return model.position_windows() not in ([], list(windows))
+        return build_model(model_config(config), num_classes=1).position_windows()

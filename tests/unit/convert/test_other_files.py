@@ -126,12 +126,9 @@ def test_averaged_weights_are_those_exported(convert, make_checkpoint, make_conf
     meta["files"] |= {f"ema/{name}": record for name, record in inner["files"].items()}
     del meta["checksum"]
     write_meta(ours, meta)
-    assert convert("export", "single", ours, "--output", tmp_path / "one.safetensors") == (
-        0,
-        "",
-        "",
-    )
-    exported = load_file(tmp_path / "one.safetensors")
+    file = tmp_path / "one.safetensors"
+    assert convert("export", "single", ours, "--output", file)[::2] == (0, "")
+    exported = load_file(file)
     assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
 
 
@@ -146,17 +143,27 @@ def dense_file(make_config, tmp_path, opts, suffix=".pth"):
     return file, dense
 
 
+def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_config, tmp_path):
+    file, _ = dense_file(make_config, tmp_path, [])
+    described = {"mean": [0.5, 0.4, 0.3], "crop_pct": 0.9}
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": described}))
+    arguments = [*cfg("TEST.CROP_RATIO", 0.8), "--output", tmp_path / "new"]
+    status, said, _ = convert("import", "dense", file, *arguments)
+    said = " ".join(said.split())
+    assert status == 0
+    assert f"taken over from {file}, whose weights were trained so: DATA.MEAN [0.5, 0.4," in said
+    assert "TEST.CROP_RATIO is 0.8, its weights were trained with 0.9" in said
+    assert "MEAN:\n  - 0.5" in open_checkpoint(tmp_path / "new").meta["config"]
+
+
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_every_upcycled_expert_is_the_dense_ffn(
     opts, suffix, convert, cfg, make_config, load, tmp_path
 ):
     file, dense = dense_file(make_config, tmp_path, opts, suffix)
-    assert convert("import", "dense", file, *cfg(*opts), "--output", tmp_path / "new") == (
-        0,
-        "",
-        "",
-    )
+    arguments = [*cfg(*opts), "--output", tmp_path / "new"]
+    assert convert("import", "dense", file, *arguments)[::2] == (0, "")
     model = load(tmp_path / "new", make_config(*opts))
     assert len(moe_layers(model)) == 3
     assert_experts_are_the_dense_ffns(model, dense)
@@ -203,7 +210,7 @@ class Group(ExpertGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(None)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.for_torch_tools = rank, size, False
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -7,11 +7,15 @@ import torch
 
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
+from detection_cases import tiny_config
 from mmdet.registry import MODELS
+from mmengine.logging import MMLogger
 from safetensors.torch import save_file
 
 from swinv2_moe.config import default_config, merge_opts, model_config
-from swinv2_moe.detection import registry  # noqa: F401
+from swinv2_moe.convert.convert import export_weights
+from swinv2_moe.detection import run
+from swinv2_moe.detection.weights import check_preprocessing
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.train.checkpoint import write_weights
@@ -32,7 +36,7 @@ TINY = {
     "window_size": 4,
     "num_experts": 2,
 }
-TINY |= {"moe_blocks": ((), (), (1,), (0,)), "pretrained_window_sizes": (0, 0, 0, 2)}
+TINY |= {"moe_blocks": ((), (), (1,), (0,)), "pretrained_window_sizes": (0, 0, 0, 0)}
 
 
 def trained(options: str = ""):
@@ -121,12 +125,52 @@ def test_another_model_is_one_line(tmp_path, kwargs, message):
         assert len(str(raised.value)) < 400
 
 
-def test_other_windows_are_one_line(tmp_path):
-    run, _ = write_run(tmp_path / "run")
+@pytest.mark.parametrize("kind", ["run", "single", "tables"])
+def test_windows_are_those_of_the_weights(tmp_path, kind):
+    """Those of the backbone's configuration must be the same; without them they are taken over."""
+    source, _ = write_run(tmp_path / "run")
+    experts = {}
+    if kind == "single":
+        export_weights("single", tmp_path / "run", tmp_path / "single.safetensors")
+        source = str(tmp_path / "single.safetensors")
+    elif kind == "tables":  # as Microsoft's dense files
+        experts = {"num_experts": 0}
+        _, model = trained("MODEL.MOE.NUM_EXPERTS 0")
+        names = [name for name, _ in model.named_buffers() if name.endswith("coords_table")]
+        tables = {name: model.get_buffer(name) for name in names}
+        save_file(model.state_dict() | tables, tmp_path / "weights.safetensors")
+        source = str(tmp_path / "weights.safetensors")
+    assert backbone(source, **experts).trunk.position_windows() == [4, 4, 4, 2]
+    assert backbone(source, pretrained_window_sizes=(4, 4, 4, 2), **experts).trained_with
     with pytest.raises(
         UserError, match=r"windows of \[4, 4, 4, 2\].*pretrained_window_sizes=\[4, 4, 4, 2\]"
     ):
-        backbone(run, pretrained_window_sizes=(0, 0, 0, 0))
+        backbone(source, pretrained_window_sizes=(2, 2, 2, 2), **experts)
+
+
+def test_a_file_of_a_detector_keeps_the_windows(tmp_path):
+    config = tiny_config(tmp_path, tmp_path)
+    first, second = str(tmp_path / "first.pth"), str(tmp_path / "second.pth")
+    state = run.build_detector(config).state_dict()
+    torch.save({"state_dict": state, "meta": {"backbone_windows": [4, 4, 3, 2]}}, first)
+    run.export_pth(tiny_config(tmp_path, tmp_path), first, second)
+    for file in (first, second):
+        assert run.build_detector(config, file).backbone.trunk.position_windows() == [4, 4, 3, 2]
+    config.model.backbone.pretrained_window_sizes = (2, 2, 2, 2)
+    with pytest.raises(UserError, match=r"first\.pth: its positions are measured by windows of"):
+        run.build_detector(config, first)
+
+
+def test_another_normalisation_is_one_warning(tmp_path, monkeypatch):
+    source, _ = write_run(tmp_path / "run", "DATA.STD [0.5,0.5,0.5]")
+    lines = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), "warning", lines.append)
+    detector = run.build_detector(tiny_config(tmp_path, tmp_path))
+    check_preprocessing(detector, backbone(source).trained_with, source)
+    assert lines == [
+        "model.data_preprocessor.std is [58.395, 57.12, 57.375], the weights of"
+        f" backbone.pretrained {source} were trained with [127.5, 127.5, 127.5]"
+    ]
 
 
 @pytest.mark.parametrize("content", [None, b"no weights"])

@@ -9,9 +9,9 @@ import torch
 import trainer_cases
 from safetensors.torch import load_file, save_file
 
-from swinv2_moe.config import given_keys
+from swinv2_moe.config import default_config, given_keys
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.hub import local_file, timm_description
+from swinv2_moe.models.hub import description, local_file, timm_config
 from swinv2_moe.train import train, trained_with
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.run import _load_pretrained
@@ -244,8 +244,43 @@ def test_a_description_of_timm():
     assert trained_with.of_timm({"crop_mode": "squash"}) == {"TEST.CROP": False}
     hostile = {"mean": "a", "std": [None], "interpolation": 3, "crop_mode": [], "crop_pct": "x"}
     assert trained_with.of_timm(hostile) == {}
-    named = trained_with.of_timm(timm_description("timm:vit_tiny_patch16_224.augreg_in21k"))
+    content = timm_config("timm:vit_tiny_patch16_224.augreg_in21k")
+    named = trained_with.of_timm(description(content))
     assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
+
+
+def test_one_of_several_state_dicts_is_named(tmp_path):
+    state = {"a": torch.ones(1)}
+    torch.save({"model": state, "model_ema": state, "epoch": 3}, tmp_path / "both.pth")
+    trained = trained_with.of_weights(str(tmp_path / "both.pth"), 1)
+    _, notes = trained_with.take_over(default_config(), trained, "both.pth")
+    assert notes == ["both.pth: holds 'model' and 'model_ema': 'model' is used"]
+    torch.save({"model": state, "epoch": 3}, tmp_path / "one.pth")
+    assert trained_with.of_weights(str(tmp_path / "one.pth"), 1).line == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "windows"),
+    [
+        ({"architecture": "swinv2_tiny_window8_256"}, [8, 8, 8, 8]),
+        (
+            {
+                "architecture": "swinv2_moe",
+                "model_args": {"img_size": 64, "patch_size": 4, "depths": [1, 2], "window_size": 4}
+                | {"pretrained_window_sizes": [6, 0], "embed_dim": 10**9},
+            },
+            [6, 4],
+        ),
+        ({"architecture": "vit_tiny_patch16_224"}, []),
+        ({"architecture": "swinv2_tiny_window8_256", "model_args": {"window_size": 10**9}}, []),
+        ({"architecture": "swinv2_tiny_window8_256", "model_args": {"depths": ["a"]}}, []),
+        ({"architecture": ["swinv2_moe"], "model_args": 3}, []),
+    ],
+)
+def test_windows_of_a_directory_of_timm(tmp_path, content, windows):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert trained_with.of_weights(str(tmp_path), 1).windows == windows
 
 
 def test_a_directory_of_timm(tmp_path):
