@@ -66,6 +66,16 @@ def equals_one_process(rank: int, world_size: int) -> None:
         for num_tokens in counts:
             layer = make_layer(group=dist.group.WORLD, strategy=strategy, **config)
             check(layer, make_layer(**config), num_tokens)
+            check_dropless_evaluation(layer, make_layer(**config), num_tokens[rank])
+
+
+def check_dropless_evaluation(layer, single, num_tokens: int) -> None:
+    x, _ = inputs_of(layer.group.rank, num_tokens)
+    with torch.no_grad():
+        y, _ = layer.eval()(x)
+        expected, _ = single.eval()(x)
+    assert layer.last_routing.dropped_share == 0
+    torch.testing.assert_close(y, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -8,11 +8,13 @@ import timm
 import torch
 from PIL import Image
 
+from moe_core import moe_layers
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert.hub import timm_preprocessing
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.models import build_model, measure_model
 from swinv2_moe.train.checkpoint import write_weights
+from swinv2_moe.train.deployed import open_deployed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TYPES = {
@@ -49,6 +51,25 @@ def test_timm_loads_the_directory(opts, convert, make_checkpoint, images, tmp_pa
     assert timm.create_model(f"local-dir:{directory}", pretrained=True, num_classes=2)(
         images
     ).shape == (3, 2)
+
+
+def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_checkpoint, tmp_path):
+    """Whose configuration says 1.25. Earlier exports had no such field of the layers, but an
+    argument of the model."""
+    ours, _ = make_checkpoint("MODEL.MOE.EVAL_CAPACITY_FACTOR", 1.25)
+    with open_deployed(str(ours)) as deployed:
+        assert deployed.config.model.experts.eval_capacity_factor == 1.25
+    assert convert("export", "hub", ours, "--output", tmp_path / "hub").status == 0
+    file = tmp_path / "hub" / "config.json"
+    content = json.loads(file.read_text())
+    for form in ("present", "earlier"):
+        if form == "earlier":
+            factor = content["model_args"]["moe"].pop("eval_capacity_factor")
+            content["model_args"]["eval_capacity_factor"] = factor
+            file.write_text(json.dumps(content))
+        model = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True)
+        factors = [layer.config.eval_capacity_factor for layer in moe_layers(model).values()]
+        assert factors == [1.25] * 3, form
 
 
 def test_a_vit_of_one_channel(convert, tmp_path):
