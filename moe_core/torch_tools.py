@@ -350,11 +350,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
 
     Raises:
         ValueError: it is a ZeroRedundancyOptimizer, whose step would overwrite each rank's experts
-            with those of the rank that updates them.
+            with those of the rank that updates them; or fully_shard has sharded the parameters of a
+            user's own experts over ranks that have different experts.
     """
     if optimizer in _OPTIMIZERS:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        _check_not_sharded(set(parameters))
     if not any(parameter in _LAYERS for parameter in parameters):
         return
     if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
@@ -366,6 +369,22 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
     optimizer.register_state_dict_post_hook(_shard_moments)
     optimizer.register_load_state_dict_pre_hook(_localize_moments)
     _OPTIMIZERS.add(optimizer)
+
+
+def _check_not_sharded(parameters: set[nn.Parameter]) -> None:
+    layers = {layer for ref in _LAYERS.values() if (layer := ref()) is not None}
+    for layer in layers:
+        assert layer.group.process_group is not None
+        ranks = set(dist.get_process_group_ranks(layer.group.process_group))
+        for name, parameter in layer.experts.named_parameters():
+            if not isinstance(parameter, DTensor) or parameter not in parameters:
+                continue
+            if len(ranks.intersection(parameter.device_mesh.mesh.flatten().tolist())) > 1:
+                raise ValueError(
+                    f"experts.{name}: fully_shard has mixed the experts of {len(ranks)} ranks:"
+                    " create the model again (and load its weights), and call fully_shard(module,"
+                    " ignored_params=set(moe_core.expert_parameters(model).values()))"
+                )
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -172,6 +172,13 @@ def check_fully_sharded(rank: int) -> None:
         fully_shard(Net(group))
     with pytest.raises(ValueError, match=r"experts.w1: .* ignored_states=list\(moe_core.expert"):
         FullyShardedDataParallel(Net(group), device_id=torch.device("cpu"))
+    own = Net()
+    own.moe = MoELayer(own.moe.config, group, router=own.moe.router, experts=Scales())
+    fully_shard(own)
+    own(batch(rank))["loss"].backward()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"experts.scales: fully_shard has mixed the experts of 2"):
+        optimizer.step()
     model = Net(group)
     fully_shard(model, ignored_params=set(expert_parameters(model).values()))
     model(batch(rank))["loss"].backward()
