@@ -443,16 +443,16 @@ def _fault_of_machine(error: Exception) -> str | None:
 def _print_once(message: str) -> None:
     """Print an error once, whether all ranks or only this rank raised it.
 
-    torchrun ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
+    A launcher ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
     the other ranks first wait to be ended. A rank that is not ended is the only one with the error,
     and prints it.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         say(f"error: {message}", file=sys.stderr, flush=True)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+    else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        first_of_node = os.environ["LOCAL_RANK"] == "0"
+        first_of_node = os.environ.get("LOCAL_RANK") == "0"
         time.sleep(5 if first_of_node else 10)
         say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 

@@ -21,6 +21,7 @@ from moe_core.files import atomic_write, fsync, open_regular, try_lock
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.owner_file import owner_file
 
+MAX_LINE = 1 << 26  # bytes of a line of metrics.jsonl
 MAX_YAML_CHARS = 1 << 16
 # limit of a document with expanded aliases: its characters, plus _VALUE_SIZE for each value
 MAX_YAML_SIZE = 1 << 17

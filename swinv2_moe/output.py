@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-# Lengths are limited: the time to search a hostile text must not grow with its square.
-_USER = re.compile(r"(\w://)[^\s/?#@:'\"]{0,4096}(?::[^\s'\"]{0,4096})?@")
+_WORD = re.compile(r"[^\s'\"]+")
+_USER = re.compile(r"(\w://)[^/?#@:]*(?::.*)?@")  # within a word that ends in @
 _SECRET = re.compile(
     r"([?&][\w.-]*(?:pass(?:word|wd)?|pwd|token|secret|key|sig|signature|credential)=)[^\s&'\"]+",
     re.IGNORECASE,
@@ -50,7 +50,14 @@ def without_credentials(text: str) -> str:
     queries."""
     if "://" not in text:
         return text
-    return _SECRET.sub(r"\1***", _USER.sub(r"\1***@", text))
+    return _SECRET.sub(r"\1***", _WORD.sub(_without_users, text))
+
+
+def _without_users(word: re.Match) -> str:
+    # A password may hold @. In a word that ends in @ no search for the last one fails: the time
+    # grows with the length of a hostile text, not with its square.
+    head, at, tail = word[0].rpartition("@")
+    return _USER.sub(r"\1***@", head + at) + tail
 
 
 def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:

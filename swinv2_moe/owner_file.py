@@ -52,19 +52,23 @@ def owner_file(directory: Path, reason: OSError, name: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        with suppress(OSError):
+        with suppress(OSError, UserError), _taking_over(file, name):
             if file.read_bytes() == content:
                 file.unlink()
 
 
 def owner(directory: Path) -> str | None:
-    """The process that owns the directory, for messages; None if none does."""
+    """The process that owns the directory, for messages; None if none does.
+
+    Raises:
+        OSError: this cannot be known, for example because the disk is full.
+    """
     file = directory / OWNER
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES)
         age = _now(directory) - file.stat().st_mtime
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         values = json.loads(content)
@@ -81,23 +85,50 @@ def owner(directory: Path) -> str | None:
 
 
 def _create(file: Path, content: bytes, name: str) -> None:
-    for _ in range(2):
-        try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
-            other = owner(file.parent)
-            if other is not None:
-                raise UserError(
-                    f"{name}: another run is writing there ({other}); if it has ended, wait"
-                    f" {_SILENT_SECONDS} s or remove {file}"
-                ) from None
-            with suppress(FileNotFoundError):
-                file.unlink()
-            continue
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
+    try:
+        _write_new(file, content)
         return
-    raise UserError(f"{name}: another run has just started to write there")
+    except FileExistsError:
+        _refuse_if_owned(file, name)
+    with _taking_over(file, name):
+        _refuse_if_owned(file, name)  # another process may have taken over since
+        with suppress(FileNotFoundError):
+            file.unlink()
+        try:
+            _write_new(file, content)
+        except FileExistsError:
+            raise UserError(f"{name}: another run has just started to write there") from None
+
+
+def _write_new(file: Path, content: bytes) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+
+
+def _refuse_if_owned(file: Path, name: str) -> None:
+    other = owner(file.parent)
+    if other is not None:
+        raise UserError(
+            f"{name}: another run is writing there ({other}); if it has ended, wait"
+            f" {_SILENT_SECONDS} s or remove {file}"
+        )
+
+
+@contextmanager
+def _taking_over(file: Path, name: str) -> Iterator[None]:
+    """In the block only this process may remove `file`."""
+    taking = file.with_name(f"{OWNER}.taking")
+    try:
+        _write_new(taking, b"")
+    except FileExistsError:
+        raise UserError(
+            f"{name}: another run has just started to write there; if none has, remove {taking}"
+        ) from None
+    try:
+        yield
+    finally:
+        taking.unlink(missing_ok=True)
 
 
 def _this_process() -> dict:

@@ -100,7 +100,9 @@ class LiveRun:
         except (BlockingIOError, PermissionError):  # as in moe_core.files.try_lock
             return True
         except OSError:  # the file system has no locks
-            return owner(self.directory) is not None
+            with suppress(OSError):  # it cannot be known on a disk that is full or read-only
+                return owner(self.directory) is not None
+            return True
         return False
 
     def read(self) -> None:

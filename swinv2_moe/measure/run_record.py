@@ -11,11 +11,10 @@ from yacs.config import CfgNode
 from moe_core.files import open_regular
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import read_bounded
+from swinv2_moe.files import MAX_LINE, read_bounded
 from swinv2_moe.measure.run_entries import NUMBER, fits, parse, parse_entry
 
 _MAX_BYTES = 1 << 20  # of config.yaml and summary.json
-_MAX_LINE = 1 << 26  # bytes of a line of metrics.jsonl
 _SUMMARY = {"parameters": NUMBER, "active_macs": NUMBER, "world_size": int, "device": str}
 
 
@@ -137,7 +136,7 @@ def _read_entries(directory: Path) -> tuple[list[dict], int]:
     num_lines = 0
     try:
         with open_regular(file) as lines:
-            while line := lines.readline(_MAX_LINE):
+            while line := lines.readline(MAX_LINE):
                 num_lines += 1
                 entry = parse_entry(line)
                 if entry:

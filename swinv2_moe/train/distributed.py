@@ -190,10 +190,13 @@ def _join(backend: str, size: int, limit: timedelta) -> None:
         if rank:
             _wait_for_port(host, port, limit)
         store = _open_store(limit)
+        _compare_sizes(store, rank, size)
         # Without device_id NCCL creates a group's communicator at its first collective. With
         # device_id it creates the communicators of all groups at once, including groups that are
         # never used.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except CollectiveError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         reason = _why_not_joined(error, f"within TIMEOUT ({limit.total_seconds():g} s)")
         raise CollectiveError(
@@ -241,6 +244,25 @@ def _open_store(limit: timedelta) -> dist.Store:
     if not stores:
         raise RuntimeError("what answers there is not rank 0")
     return stores[0]
+
+
+def _compare_sizes(store: dist.Store, rank: int, size: int) -> None:
+    """Compare WORLD_SIZE with that of rank 0; on rank 0, with those of all ranks.
+
+    Raises:
+        CollectiveError: the sizes differ. gloo and NCCL would wait for ranks that do not exist.
+    """
+    store.set(f"WORLD_SIZE/{rank}", str(size))
+    others = [0]
+    if rank == 0:
+        others = list(range(1, size))
+    for other in others:
+        value = store.get(f"WORLD_SIZE/{other}").decode()
+        if value != str(size):
+            raise CollectiveError(
+                f"WORLD_SIZE is {size} on rank {rank} ({socket.gethostname()}) and {value} on rank"
+                f" {other}: start all ranks with the same"
+            )
 
 
 def _why_not_joined(error: Exception, within: str) -> str:

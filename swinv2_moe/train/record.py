@@ -20,7 +20,7 @@ from yacs.config import CfgNode
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
 from swinv2_moe.config import DataConfig, flatten
-from swinv2_moe.files import parse_yaml
+from swinv2_moe.files import MAX_LINE, parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.tables import Console
 from swinv2_moe.train.distributed import World
@@ -335,17 +335,16 @@ def _plain(value: object) -> object:
 def _forget_after(metrics: Path, step: int) -> None:
     """Remove the lines of steps that a resumed run is going to repeat, and incomplete lines."""
     if metrics.is_file():
-        lines = [
-            line for line in metrics.read_text(errors="replace").splitlines() if _step(line) <= step
-        ]
-        with atomic_write(metrics) as kept:
-            kept.writelines(f"{line}\n".encode() for line in lines)
+        with metrics.open("rb") as lines, atomic_write(metrics) as kept:
+            while line := lines.readline(MAX_LINE):
+                if _step(line) <= step:
+                    kept.write(line.rstrip(b"\n") + b"\n")
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
     try:
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf
     if isinstance(step, int):
         return step

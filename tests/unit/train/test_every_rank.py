@@ -1,15 +1,21 @@
 """What one rank finds wrong with the data, on its own disk perhaps, ends the run on all of them, at
 once."""
 
+import signal
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from moe_core.parallel import CollectiveError
+from swinv2_moe.command import run_command
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.distributed import World
+from swinv2_moe.train.distributed import World, _compare_sizes
 from swinv2_moe.train.run import _load_data
 
 
@@ -49,3 +55,24 @@ def test_other_data_on_another_rank(make_config, tmp_path):
         _load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
     with pytest.raises(UserError, match="their number and their classes"):
         _load_data(config, world(None, None, ("1,437 + 360", "other names")), None, ExitStack())
+
+
+def test_ranks_that_were_told_different_sizes_say_so():
+    store = HashStore()
+    store.set("WORLD_SIZE/1", "3")
+    message = r"^WORLD_SIZE is 2 on rank 0 \(.*\) and 3 on rank 1: start all ranks with the same$"
+    with pytest.raises(CollectiveError, match=message):
+        _compare_sizes(store, 0, 2)
+    with pytest.raises(CollectiveError, match=r"WORLD_SIZE is 3 on rank 1 .* and 2 on rank 0"):
+        _compare_sizes(store, 1, 3)
+    store.set("WORLD_SIZE/1", "2")
+    _compare_sizes(store, 0, 2)
+
+
+def test_a_rank_that_no_launcher_ends_prints_its_error(monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr(time, "sleep", Mock())
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        run_command(fail)
+    assert capsys.readouterr().err == "error: no index (rank 1)\n"

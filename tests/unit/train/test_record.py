@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import tracemalloc
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.record import Recorder, dropped_share
+from swinv2_moe.train.record import Recorder, _forget_after, dropped_share
 
 ALONE = World(0, 1, torch.device("cpu"))
 ZERO = torch.tensor(0.0)
@@ -60,6 +61,19 @@ def test_a_line_whose_writing_was_cut_off_is_dropped(rest, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], rest, lines[2]]) + b"\n")
     Recorder(tmp_path, ALONE, 4).close()
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_resumed_run_does_not_read_its_records_at_once(tmp_path):
+    """As many bytes as lines need, of 30 MB."""
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(3000):
+            file.write(json.dumps({"step": step, "text": "x" * 10_000}) + "\n")
+    tracemalloc.start()
+    _forget_after(tmp_path / "metrics.jsonl", 2900)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert steps(tmp_path) == list(range(2901))
+    assert peak < 3_000_000
 
 
 def test_the_share_dropped_is_of_all_choices(tmp_path):

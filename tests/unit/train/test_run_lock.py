@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
@@ -175,6 +175,49 @@ def test_without_locks_an_owner_file_keeps_others_out(lock, no_locks, tmp_path, 
         os.utime(owner, (1, 1))
         with lock(directory):
             pass
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_one_of_two_takes_over_a_directory(moment, no_locks, tmp_path, monkeypatch):
+    """A second process starts and goes on at the `moment`-th time that the first one has looked at
+    the file of a process that has ended."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    ended = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 1.0}
+    (directory / ".owner").write_text(json.dumps(ended))
+    look, looks, taken = owner_file.owner, [], []
+
+    def take(lock):
+        with suppress(UserError):
+            taken.append(lock.enter_context(only_process(directory)))
+
+    def look_and_wait(path):
+        seen = look(path)
+        looks.append(seen)
+        if len(looks) == moment:
+            take(second)
+        return seen
+
+    monkeypatch.setattr(owner_file, "owner", look_and_wait)
+    with ExitStack() as first, ExitStack() as second:
+        take(first)
+        assert len(taken) == 1
+        assert os.listdir(directory) == [".owner"]
+    assert os.listdir(directory) == []
+
+
+def test_a_full_disk_does_not_take_over(no_locks, tmp_path, monkeypatch):
+    """The clock of a full file system cannot be read."""
+
+    def fail(directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".owner").write_text(json.dumps(OTHER_HOST))
+    monkeypatch.setattr(owner_file, "_now", fail)
+    with pytest.raises(UserError, match="No space left"), only_run(tmp_path / "run", ALONE):
+        pass
+    assert (tmp_path / "run" / ".owner").exists()
 
 
 def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path, monkeypatch):
