@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -407,6 +408,7 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         end_interrupted()
     except Exception as error:
+        _end_workers()
         message = _fault_of_machine(error)
         if message is None:
             raise
@@ -415,6 +417,15 @@ def run_command(main: Callable[[], None]) -> None:
         # What threads, destructors and exit functions print from now on is a consequence.
         sys.stderr = io.StringIO()
         sys.exit(1)
+
+
+def _end_workers() -> None:
+    """Kill the data workers, which ignore SIGTERM: at exit Python would wait for them without end.
+
+    A loader ends its own workers, unless it has failed while it was starting them.
+    """
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def _report_thread(report: threading.ExceptHookArgs) -> None:

@@ -1,7 +1,12 @@
 """What one rank finds wrong with the data, on its own disk perhaps, ends the run on all of them, at
 once."""
 
+import errno
+import io
+import multiprocessing
 import signal
+import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -53,8 +58,9 @@ def test_other_data_on_another_rank(make_config, tmp_path):
         UserError, match=r"rank 1 finds 24 \+ 6 images there, rank 0 1,437 \+ 360; their number and"
     ):
         _load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
-    with pytest.raises(UserError, match="their number and their classes"):
-        _load_data(config, world(None, None, ("1,437 + 360", "other names")), None, ExitStack())
+    others = [("1,437 + 360", "other names"), ["0", "zero"]]
+    with pytest.raises(UserError, match="class 1 is '1' on rank 0, 'zero' on rank 1"):
+        _load_data(config, world(None, None, *others), None, ExitStack())
 
 
 def test_ranks_that_were_told_different_sizes_say_so():
@@ -76,3 +82,14 @@ def test_a_rank_that_no_launcher_ends_prints_its_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_command(fail)
     assert capsys.readouterr().err == "error: no index (rank 1)\n"
+
+
+def test_workers_that_ignore_signals_do_not_keep_a_failed_command(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    worker = multiprocessing.get_context("fork").Process(target=signal.sigwait, args=([40],))
+    worker.start()
+    with pytest.raises(SystemExit):
+        run_command(Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGKILL
