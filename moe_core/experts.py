@@ -97,9 +97,10 @@ class Experts(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in self._parameters and self.is_distributed:
             raise ValueError(
-                f"experts.{name}: ranks have different experts, which FullyShardedDataParallel"
-                " would take for one tensor: give it"
-                " ignored_states=list(moe_core.expert_parameters(model).values())"
+                f"experts.{name}: cannot be removed, since ranks have different experts: give"
+                " FullyShardedDataParallel"
+                " ignored_states=list(moe_core.expert_parameters(model).values());"
+                " torch.nn.utils.parametrize needs all experts in one process"
             )
         super().__delattr__(name)
 

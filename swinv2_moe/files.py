@@ -77,6 +77,14 @@ def read_json(path: str | Path, max_bytes: int) -> Any:
     return parse_json(read_bounded(path, max_bytes))
 
 
+def other_runs(directory: Path) -> str:
+    """The end of a message that `directory` is no run: the runs in it, if there are any."""
+    runs = sorted(str(path.parent) for path in directory.glob("*/metrics.jsonl"))
+    if not runs:
+        return ""
+    return "; runs in it: " + ", ".join(runs[:3]) + (", ..." if len(runs) > 3 else "")
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
@@ -86,12 +94,27 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         _check_yaml_size(text)
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     # PyYAML raises AttributeError, KeyError and others for `!!bool x` and the like
     except Exception as error:
         raise ValueError("a value is not what its tag says") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that a mapping has twice: YAML forbids it, and PyYAML takes the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value == "<<" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is there twice")
+            seen.add(key.value)
+        return node
 
 
 def _check_yaml_size(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import other_runs
 
 if TYPE_CHECKING:
     from yacs.config import CfgNode
@@ -44,7 +45,8 @@ def check_run(run: str, option: str = "--resume") -> None:
     if not path.is_dir():
         raise UserError(f"{option} {run}: is a file, it must be a run or a checkpoint")
     if not _holds_checkpoint(path):
-        raise UserError(f"{option} {run}: holds no checkpoint (a directory with meta.json)")
+        reason = "holds no checkpoint (a directory with meta.json)"
+        raise UserError(f"{option} {run}: {reason}{other_runs(path)}")
 
 
 def _holds_checkpoint(path: Path) -> bool:
@@ -115,11 +117,15 @@ def _check_directory(path: str) -> None:
 
 
 def _check_is_no_split(name: str, path: str) -> None:
-    """Raise UserError for photos/train or photos/val in place of photos."""
-    parent, split = os.path.split(os.path.abspath(path))
-    is_split = split in _SPLITS and os.path.isdir(os.path.join(parent, "train"))
-    if is_split and not os.path.isdir(os.path.join(path, "train")):
-        raise UserError(
-            f"DATA.PATH is {name!r}: one of the folders of a data set, not the data set; use"
-            f" --data {os.path.dirname(name.rstrip('/')) or '.'}"
-        )
+    """Raise UserError for photos/train, photos/val or photos/train/cat in place of photos."""
+    folders = [path]
+    if os.path.isdir(path) and not any(entry.is_dir() for entry in os.scandir(path)):
+        folders.append(os.path.normpath(os.path.join(path, "..")))  # of a class, perhaps
+    for folder in folders:
+        root, split = os.path.split(os.path.abspath(folder))
+        is_split = split in _SPLITS and os.path.isdir(os.path.join(root, "train"))
+        if is_split and not os.path.isdir(os.path.join(folder, "train")):
+            raise UserError(
+                f"DATA.PATH is {name!r}: one of the folders of a data set, not the data set; use"
+                f" --data {os.path.normpath(os.path.join(folder, '..'))}"
+            )

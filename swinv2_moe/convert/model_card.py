@@ -93,7 +93,7 @@ def model_card(
     section = model_config(config)
     module = model_types()[section.type].model.__module__
     if module.startswith("swinv2_moe.models."):
-        module = "swinv2_moe.models"
+        module = "swinv2_moe"
     mode = "RGB"
     if section.in_chans == 1:
         mode = "L"

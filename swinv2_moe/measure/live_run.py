@@ -15,6 +15,7 @@ from typing import NamedTuple
 import yaml
 
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import other_runs
 from swinv2_moe.measure.run_entries import parse_entry
 from swinv2_moe.owner_file import owner
 from swinv2_moe.time_left import in_words, seconds_left
@@ -57,7 +58,8 @@ class LiveRun:
         if not directory.is_dir():
             raise UserError(f"{directory}: is not a run directory")
         if not self._file.exists() and not self.is_running():
-            raise UserError(f"{directory}: holds no run (no metrics.jsonl)")
+            reason = f"holds no run (no metrics.jsonl){other_runs(directory)}"
+            raise UserError(f"{directory}: {reason}")
         self._forget()
 
     def _forget(self) -> None:

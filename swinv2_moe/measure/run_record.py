@@ -11,7 +11,7 @@ from yacs.config import CfgNode
 from moe_core.files import open_regular
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import MAX_LINE, read_bounded
+from swinv2_moe.files import MAX_LINE, other_runs, read_bounded
 from swinv2_moe.measure.run_entries import NUMBER, fits, parse, parse_entry
 
 _MAX_BYTES = 1 << 20  # of config.yaml and summary.json
@@ -142,7 +142,8 @@ def _read_entries(directory: Path) -> tuple[list[dict], int]:
                 if entry:
                     entries.append(_compact(entry, keys))
     except FileNotFoundError as error:
-        raise UserError(f"{directory}: holds no run (no metrics.jsonl)") from error
+        reason = f"holds no run (no metrics.jsonl){other_runs(directory)}"
+        raise UserError(f"{directory}: {reason}") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error})") from error
     return entries, num_lines

@@ -26,7 +26,8 @@ _EMBEDDING = "patch_embed.proj.weight"
 # Where training programs keep a state dict in a file, the first choice first.
 _CONTAINERS = ("model", "state_dict", "teacher", "model_ema", "state_dict_ema", "ema", "module")
 # Names that wrappers put in front of a model's own: DDP, compile, EMA, Lightning and others.
-_WRAPPERS = {"module", "_orig_mod", "model", "backbone", "ema_model", "teacher", "encoder"}
+_WRAPPERS = {"module", "_orig_mod", "model", "net", "network", "backbone", "ema_model"}
+_WRAPPERS |= {"student", "teacher", "encoder", "encoder_q", "momentum_encoder"}
 _MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 
 from moe_core import (
     MoELayer,
@@ -172,6 +173,8 @@ def check_fully_sharded(rank: int) -> None:
         fully_shard(Net(group))
     with pytest.raises(ValueError, match=r"experts.w1: .* ignored_states=list\(moe_core.expert"):
         FullyShardedDataParallel(Net(group), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"experts.w1: .*parametrize needs all experts in one"):
+        register_parametrization(Net(group).moe.experts, "w1", nn.Identity())
     own = Net()
     own.moe = MoELayer(own.moe.config, group, router=own.moe.router, experts=Scales())
     fully_shard(own)

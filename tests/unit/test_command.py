@@ -16,6 +16,7 @@ from swinv2_moe.config import load_config
 from swinv2_moe.config_files import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_run, check_training
+from swinv2_moe.measure.run_record import read_run
 
 NEEDED = {
     "evaluate": [],
@@ -139,10 +140,14 @@ def test_paths_of_a_training_are_checked_first(tmp_path, monkeypatch):
 
     assert refusal(data=images / "train").endswith(f"use --data {images}")
     assert refusal(data=f"{images}/val/").endswith(f"use --data {images}")
+    assert refusal(data=images / "train" / "cat").endswith(f"use --data {images}")
     assert "no such directory" in refusal(data=tmp_path / "gone")
     assert "already holds a run" in refusal(output=tmp_path / "run")
     assert "RUN gone: no such directory" in refusal(resume="gone")
     assert "holds no checkpoint" in refusal(resume=str(images))
+    assert refusal(resume=str(tmp_path)).endswith(f"; runs in it: {tmp_path / 'run'}")
+    with pytest.raises(UserError, match=r"holds no run .*; runs in it: .*/run$"):
+        read_run(tmp_path)
     assert "MODEL.PRETRAINED gone.pth: no such" in refusal("MODEL.PRETRAINED", "gone.pth")
     lists = ["DATA.DATASET", "list", "DATA.TRAIN_LIST", "gone.txt", "DATA.VAL_LIST", "v.txt"]
     assert "DATA.TRAIN_LIST is 'gone.txt': no such file" in refusal(*lists)

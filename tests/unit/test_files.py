@@ -135,6 +135,8 @@ def merge_bomb(levels: int) -> str:
         ("a: *b", "undefined alias"),
         ("a: \0", "special characters are not allowed"),
         ("a: [1", "expected"),
+        ("T: {E: 1}\nb: {c: 2}\nT: {F: 2}", "line 3: 'T' is there twice"),
+        ("b: {c: 1, c: 2}", "line 1: 'c' is there twice"),
     ],
 )
 def test_yaml_that_cannot_be_used_is_a_value_error_of_one_line(text: str, says: str) -> None:

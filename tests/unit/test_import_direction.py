@@ -109,6 +109,7 @@ ALLOWED = {
     "swinv2_moe.input_paths": [
         "swinv2_moe.errors",
         "swinv2_moe.dataset_registry",
+        "swinv2_moe.files",
         "swinv2_moe.data",
     ],
     "swinv2_moe.config": [

@@ -399,7 +399,7 @@ def test_a_refused_pickle_gives_no_advice_to_run_it(make_model, tmp_path):
 
 def test_names_and_containers_of_other_programs():
     own = {"patch_embed.proj.weight": torch.ones(1), "head.fc.bias": torch.zeros(1)}
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model.backbone."):
+    for prefix in ("module.", "module._orig_mod.", "model.backbone.", "student.", "encoder_q."):
         named = {prefix + name: tensor for name, tensor in own.items()}
         assert without_prefixes(named, "weights") == own
     mixed = {"model.backbone.patch_embed.proj.weight": 1, "model.head.fc.bias": 2, "n_averaged": 3}
