@@ -16,6 +16,7 @@ from typing import NamedTuple
 from swinv2_moe.errors import one_line
 
 _MAX_DETAIL = 200  # characters
+_MAX_SEARCHED = 4096  # characters at each end of a message; a search takes up to their square
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -115,6 +116,8 @@ def explain_fault(error: BaseException) -> str | None:
     """
     for problem in _chain(error):
         message = str(problem)
+        if len(message) > 2 * _MAX_SEARCHED:
+            message = message[:_MAX_SEARCHED] + message[-_MAX_SEARCHED:]
         text = f"{type(problem).__name__}: {message}\n{_origin(problem)}"
         for fault in _FAULTS:
             if re.search(fault.pattern, text):

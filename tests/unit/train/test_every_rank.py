@@ -20,6 +20,7 @@ from moe_core.parallel import CollectiveError
 from swinv2_moe.command import run_command
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.faults import explain_fault
 from swinv2_moe.train.distributed import World, _compare_sizes
 from swinv2_moe.train.run import _load_data
 
@@ -93,3 +94,11 @@ def test_workers_that_ignore_signals_do_not_keep_a_failed_command(monkeypatch):
         run_command(Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
+
+
+def test_a_long_message_is_searched_at_its_ends():
+    """With the square of the length a search of these 3 MB would take hours: the suite's
+    timeout."""
+    long = "DataLoader worker No space left " * 100_000
+    assert explain_fault(ValueError(long)).startswith("the disk is full")
+    assert explain_fault(ValueError(f"{'x' * 3_000_000} bad_alloc")).startswith("memory has run")
