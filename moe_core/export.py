@@ -143,7 +143,7 @@ class StandardMoE(nn.Module):
         num_tokens = tokens.shape[0]
         routing = route_by_experts(logits, config, num_images, training=False)
         top_k = min(config.top_k, config.num_experts)
-        factor = config.capacity_factor
+        factor: float | Tensor = config.capacity_factor
         if config.choose_per_image:
             factor = factor_by_image(factor, num_images, num_tokens, config.num_experts)
         capacity = expert_capacity(num_tokens, config.num_experts, top_k, factor)

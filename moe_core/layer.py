@@ -506,8 +506,9 @@ def _of_evaluation(
     strategy: ParallelStrategy | str, capacity_factor: float
 ) -> ParallelStrategy | str:
     """The strategy in evaluation. Without a capacity a static exchange counts its rows."""
-    is_static = isinstance(strategy, ParallelStrategy) and strategy.exchange == "static"
-    if not is_static or not is_dropless(capacity_factor):
+    if not isinstance(strategy, ParallelStrategy) or strategy.exchange != "static":
+        return strategy
+    if not is_dropless(capacity_factor):
         return strategy
     return replace(strategy, exchange="counted", all_to_all="linear")
 

@@ -199,10 +199,10 @@ def route(
 def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
     """Replace the expert ids [T, K] of each token, with probability `share`, by K different experts
     that are drawn uniformly."""
-    fp32 = {"dtype": torch.float32, "device": ids.device}
-    scores = torch.rand(ids.shape[0], num_experts, **fp32)
+    num_tokens, device = ids.shape[0], ids.device
+    scores = torch.rand(num_tokens, num_experts, dtype=torch.float32, device=device)
     random_ids = largest(scores, ids.shape[1])
-    is_replaced = torch.rand(ids.shape[0], 1, **fp32) < share
+    is_replaced = torch.rand(num_tokens, 1, dtype=torch.float32, device=device) < share
     return torch.where(is_replaced, random_ids, ids)
 
 

@@ -158,7 +158,13 @@ def select(operation: str, request: Request) -> str:
 # torch.compile cannot trace logging and imports, so the result is a constant for it.
 @torch.compiler.assume_constant_result
 def _select(operation: str, *fields) -> str:
-    request = Request(*fields)
+    return _first_form(operation, Request(*fields))
+
+
+# Beyond its limit of recompilations torch.compile runs the layer without tracing it, and would
+# compile the functions that the layer calls, this one too.
+@torch.compiler.disable
+def _first_form(operation: str, request: Request) -> str:
     languages = _languages(request.kernels, request.device)
     for form in FORMS[operation]:
         if form.language in languages and form.supports(request):

@@ -78,10 +78,10 @@ def parse() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    if not Path(args.output).suffix:
+    if not Path(args.output).suffix and not os.path.isdir(args.output):
         args.output += ".png"
     elif Path(args.output).suffix != ".png":
-        raise UserError(f"--output {args.output}: must end in .png")
+        raise UserError(f"--output {args.output}: must be a file that ends in .png")
     check_output_file(args.output)
     if args.run and (args.batch_size or args.opts):
         raise UserError(

@@ -56,6 +56,7 @@ def record_calls() -> list[str]:
 def makes_these_alone(rank: int) -> None:
     calls = record_calls()
     group = make_expert_groups(2)
+    group.for_torch_tools = False  # without the averages of DistributedDataParallel
     layer = make_layer(group=group, capacity_factor=1.25)
     calls.clear()
     for strategy, expected in EXPECTED.items():
@@ -91,6 +92,7 @@ def agrees_on_the_tokens_alone(rank: int) -> None:
     """A layer whose strategy the tuner has decided, dropless and not."""
     calls = record_calls()
     group = make_expert_groups(2)
+    group.for_torch_tools = False  # without the averages of DistributedDataParallel
     decided = ParallelStrategy(1, ranks_per_node=2)
     tuner = tuners[group] = Tuner(group, PROFILES["h100"])
     for capacity_factor in (0.0, 1.25):

@@ -55,6 +55,7 @@ def check_equals_one_process(layer: MoELayer, single: MoELayer, **call) -> None:
 
 def every_strategy(rank: int, world_size: int, num_experts: int) -> None:
     group = make_expert_groups(world_size)
+    group.for_torch_tools = False  # the backward pass sums, `average_expert_gradients` averages
     layer = make_layer(group=group, num_experts=num_experts, **OPTIONS)
     single = make_layer(num_experts=num_experts, **OPTIONS)
     for name, parameter in layer.named_parameters():  # the same values at the start

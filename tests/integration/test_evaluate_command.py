@@ -41,7 +41,7 @@ def runs(tmp_path_factory, photographs, small):
     be."""
     root = tmp_path_factory.mktemp("evaluate")
     keys = {
-        "run": ["MODEL.MOE.NUM_EXPERTS", "6"],
+        "run": ["MODEL.MOE.NUM_EXPERTS", "6", "MODEL.MOE.EVAL_CAPACITY_FACTOR", "1.25"],
         "dense": ["MODEL.MOE.NUM_EXPERTS", "0", "TRAIN.MAX_STEPS", "1"],
     }
     for name, opts in keys.items():

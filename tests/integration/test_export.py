@@ -458,13 +458,16 @@ BAD_INPUT = {
     "no checkpoint": (["--resume", "{tmp}"], ["--resume", "holds no checkpoint"]),
     "a file": (
         ["--resume", "{root}/experts/model.safetensors"],
-        ["is a file; a checkpoint is a directory"],
+        ["is a file, it must be a run or a checkpoint"],
     ),
     "another model": (
         ["--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
         ["does not fit", "patch_embed.proj.weight"],
     ),
-    "other classes": (["--data", "{data}"], ["DATA.PATH", "2 classes", "10"]),
+    "other classes": (
+        ["--data", "{data}"],
+        ["none of the classes of the data", "10 in all", "blue, red"],
+    ),
     "no data": (["--data", "{tmp}/none"], ["DATA.PATH", "none"]),
     "no data by opts": (
         ["--opts", "DATA.DATASET", "folder", "DATA.PATH", "{tmp}/none"],

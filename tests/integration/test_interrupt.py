@@ -99,7 +99,10 @@ def press_ctrl_c(process: subprocess.Popen, reached: Path) -> tuple[int, str, st
     ("module", "words"),
     [("swinv2_moe.command", [script]) for script in COMMANDS]
     # torch takes the longest.
-    + [("torch", ["tools/evaluate.py", "--resume", "x"]), ("numpy", ["data/stage.py", "x", "y"])],
+    + [
+        ("torch", ["tools/throughput.py", "--cfg", "quickstart_digits", "--output", "x"]),
+        ("numpy", ["data/stage.py", "x", "y"]),
+    ],
 )
 def test_while_a_command_is_imported(module, words, in_foreground):
     process = in_foreground("-c", WHILE_IMPORTING, module, *words)

@@ -166,8 +166,14 @@ BAD_INPUT = {
     ),
     "no configuration": (["--cfg", "none.yaml"], ["none.yaml", "cannot be read"]),
     "unknown key": (["--opts", "MODEL.MOE.EXPERTS", "4"], ["unknown key MODEL.MOE.EXPERTS"]),
-    "no directory": (["--output", "nowhere/plan.png"], ["nowhere/plan.png", "does not exist"]),
-    "output is a directory": (["--output", "."], ["--output .", "cannot be written"]),
+    "no directory": (
+        ["--output", "nowhere/plan.png"],
+        ["nowhere/plan.png", "must be a file in a directory that exists"],
+    ),
+    "output is a directory": (
+        ["--output", "."],
+        ["--output .", "must be a file that ends in .png"],
+    ),
 }
 
 

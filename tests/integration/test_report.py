@@ -144,7 +144,7 @@ def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_
     (gone / "summary.json").unlink()
     assert report(gone).status == 0
     page = html.unescape((gone / "report.html").read_text())
-    assert "No predictions: --resume" in page
+    assert "No predictions: RUN" in page
     assert "not finished, last logged at step" in page
     assert "Loss" in titles(page)
 

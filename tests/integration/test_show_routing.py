@@ -108,7 +108,7 @@ def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
     ]
     assert "40 validation images" in finished.out
     assert "10 classes" in finished.out
-    assert "no load.png: --resume names a checkpoint outside of a run" in finished.out
+    assert "no load.png: RUN is a checkpoint outside of a run" in finished.out
 
 
 def test_validation_images_that_cannot_be_read(show_routing, runs, make_photographs, tmp_path):

@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
 
+from swinv2_moe import interrupt
 from swinv2_moe.command import CommandParser
 from swinv2_moe.measure.report import _shown
 from swinv2_moe.output import csv_cell, csv_text, printable, say, without_credentials
@@ -150,7 +150,7 @@ def test_the_example_without_this_package_follows_the_same_rule():
 
 def test_a_traceback_shows_names_and_credentials_as_text(capsys):
     error = ValueError(f"{CLIPBOARD} at http://user:secret@proxy")
-    sys.excepthook(ValueError, error, None)
+    interrupt._report(ValueError, error, None)
     assert capsys.readouterr().err == ("ValueError: \\x1b]52;c;ZXZpbA==\\x07 at http://***@proxy\n")
 
 

@@ -153,7 +153,7 @@ def test_no_checkpoint(what, convert, tmp_path):
         (path / "checkpoints" if "run" in what else path).mkdir(parents=True)
     finished = convert("inspect", path)
     assert (finished.status, finished.out) == (2, "")
-    assert (
-        finished.err
-        == f"error: checkpoint {path}: holds no checkpoint (a directory with meta.json)\n"
-    )
+    problem = f"checkpoint {path}: holds no checkpoint (a directory with meta.json)"
+    if what == "nothing":
+        problem = f"CHECKPOINT {path}: no such file or directory"
+    assert finished.err == f"error: {problem}\n"

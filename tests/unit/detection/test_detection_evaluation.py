@@ -126,7 +126,7 @@ def test_table_has_percent_and_says_where_there_is_nothing() -> None:
         "coco/segm_mAP": 0.462,
     }
     table = table_of(metrics)
-    cells = [list(column.cells) for column in table.columns]
+    cells = [list(map(str, column.cells)) for column in table.columns]
     assert cells[0] == ["boxes", "masks"]
     assert (cells[1], cells[2], cells[4]) == (["53.4", "46.2"], ["70.0", "-"], ["-", "-"])
 
@@ -234,7 +234,7 @@ def test_no_detections_are_an_ap_of_0(tmp_path: Path, kind, monkeypatch) -> None
     monkeypatch.setattr(MMLogger, "warning", lambda logger, text: lines.append(text))
     metrics = perfect(tmp_path / "a.json", kind, ("cat", "dog"), detect=False)
     assert lines == ["no detections in 3 images: the average precision is 0"] * 2
-    cells = [list(column.cells) for column in table_of(metrics).columns]
+    cells = [list(map(str, column.cells)) for column in table_of(metrics).columns]
     assert cells[0] == ["boxes", "masks"]
     # an object of 300 px² is small: there are no others
     assert [column[0] for column in cells[1:]] == ["0.0", "0.0", "0.0", "0.0", "-", "-"]

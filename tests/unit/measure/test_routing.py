@@ -172,7 +172,7 @@ def test_figures(num_classes, experts, layers, tmp_path):
     bits = {name: {"bits": {"class": 0.5, "class_by_chance": 0.1}} for name in names}
     pictures = [rng.integers(0, 256, (2, 128, 128, 3), dtype=np.uint8)] * (1 + layers)
     loads = [
-        {f"{name}.mlp.moe": {"load": list(rng.dirichlet(np.ones(experts)))} for name in names}
+        {f"{name}.mlp.moe": {"load": rng.dirichlet(np.ones(experts))} for name in names}
         for _ in range(1000)
     ]
     steps = [{"step": i, "loss": 1.0, "moe_layers": load} for i, load in enumerate(loads)]

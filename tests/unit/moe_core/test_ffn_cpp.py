@@ -161,10 +161,10 @@ def test_dropout_is_the_loop_s(dtypes, kernels):
     needs = [True] * 5 + [False] * 2
     out, hidden = OPS.expert_ffn(*ffn_inputs, True)
     found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *ffn_inputs)[:5]]
-    for_loop = torch.zeros(loop.hidden_rows(len(rows), 3, dtypes[0]) * 64, dtype=torch.int16)
+    for_loop = torch.zeros_like(noise)
     for group in loop._Groups(rows, offsets, weights[0]):
-        noise_of_group = noise.view(-1, 64)[group.start : group.end]
-        group.block(for_loop)[:, : len(noise_of_group)] = noise_of_group.t()
+        noise_of_group = noise.view(-1, 64)[group.start : group.end].t()
+        for_loop[64 * group.start : 64 * group.end] = noise_of_group.flatten()
     ffn_inputs = ffn_inputs._replace(noise=for_loop)
     out, hidden = loop.forward(ffn_inputs, True)
     expected = [out, *loop.backward(ffn_inputs, grad, hidden, needs)[:5]]

@@ -14,7 +14,7 @@ from kernel_programs import KernelProgram, raw, run_program
 
 from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, expert_ffn, int8_ffn, quantize_weights
-from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, _first_form, select
 from moe_core.ops.int8_ffn import reference
 from moe_core.ops.int8_ffn.inputs import Int8Inputs
 from moe_core.ops.native.instruction_sets import sets_of_cpu
@@ -214,6 +214,13 @@ def test_a_compiled_layer_reads_what_was_prepared():
     with torch.no_grad(), prepared(layer):
         expected = layer(x)[0]
         torch.testing.assert_close(compiled(x)[0], expected)
+
+
+def test_functions_of_a_layer_may_be_compiled_on_their_own():
+    """As torch.compile does beyond its limit of recompilations: reading the CPU's name failed."""
+    request = Request("auto", "cpu", torch.int64)
+    compiled = torch.compile(lambda: _first_form("plan", request), backend="eager")
+    assert compiled() == select("plan", request)
 
 
 # 2. The kernels as programs
