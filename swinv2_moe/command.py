@@ -454,18 +454,19 @@ def _fault_of_machine(error: Exception) -> str | None:
 def _print_once(message: str) -> None:
     """Print an error once, whether all ranks or only this rank raised it.
 
-    A launcher ends all ranks of a node as soon as one of them exits. So rank 0 prints at once, and
-    the other ranks first wait to be ended. A rank that is not ended is the only one with the error,
-    and prints it.
+    torchrun and srun end all ranks of a node as soon as one of them exits. So rank 0 prints at
+    once, and the other ranks first wait to be ended. A rank that is not ended is the only one with
+    the error, and prints it. Without such a launcher each rank prints at once.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         say(f"error: {message}", file=sys.stderr, flush=True)
-    else:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         first_of_node = os.environ.get("LOCAL_RANK") == "0"
         time.sleep(5 if first_of_node else 10)
-        say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
+    say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
 def run_tool(name: str, *arguments: object) -> None:

@@ -47,10 +47,8 @@ def run(tmp_path_factory, photographs, small) -> Path:
 
 def refused(ended: list[Outcome], text: str) -> None:
     assert [(outcome.status, outcome.out) for outcome in ended] == [(2, "")] * len(ended)
-    assert [outcome.err for outcome in ended] == [
-        f"error: the ranks were started differently: {text}\n",
-        "",
-    ]
+    error = f"error: the ranks were started differently: {text}"
+    assert [outcome.err for outcome in ended] == [f"{error}\n", f"{error} (rank 1)\n"]
 
 
 @pytest.mark.parametrize(

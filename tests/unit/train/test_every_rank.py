@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import sys
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from unittest.mock import Mock
@@ -77,8 +76,6 @@ def test_ranks_that_were_told_different_sizes_say_so():
 
 
 def test_a_rank_that_no_launcher_ends_prints_its_error(monkeypatch, capsys):
-    monkeypatch.setattr(signal, "signal", Mock())
-    monkeypatch.setattr(time, "sleep", Mock())
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         run_command(fail)
