@@ -1,12 +1,14 @@
 """How messages show what files hold: one line, of a sensible length, whatever it is."""
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,11 +71,20 @@ class Failing(torch.utils.data.Dataset):
         return self.act(index)
 
 
-def from_a_worker(act) -> Exception:
-    """The error of torch's loader when its worker calls `act`."""
+def loader_error(act) -> Exception:
     with pytest.raises((OSError, RuntimeError), match="worker") as caught:
         next(iter(torch.utils.data.DataLoader(Failing(act), num_workers=1)))
     return caught.value
+
+
+def from_a_worker(act) -> Exception:
+    """The error of torch's loader when its worker calls `act`.
+
+    In a process of its own: torch raises the error of a dead worker again wherever this process
+    is when another child ends, until the loader is freed.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(loader_error, act).result()
 
 
 def no_semaphore() -> Exception:
@@ -180,13 +191,18 @@ def test_an_error_of_the_program_keeps_its_traceback():
 
 
 RANK_1_FIRST = """
-import os, sys, time
+import os, pathlib, sys, time
 from swinv2_moe.command import run_command
 from swinv2_moe.errors import UserError
 
+rank_1_fails = pathlib.Path(sys.argv[2])
+
 def main():
-    if os.environ["RANK"] == "0":
-        time.sleep(float(sys.argv[1]))
+    if os.environ["RANK"] == "1":
+        rank_1_fails.touch()
+    else:
+        while sys.argv[1] == "stays" or not rank_1_fails.exists():
+            time.sleep(0.05)
     raise UserError("KEY is 1, it must be 2")
 
 run_command(main)
@@ -194,18 +210,18 @@ run_command(main)
 
 
 @pytest.mark.parametrize(
-    ("rank_0_seconds", "line"),
+    ("rank_0", "line"),
     [
-        (2, "error: KEY is 1, it must be 2\n"),  # though torchrun ends all when rank 1 exits
-        (600, "error: KEY is 1, it must be 2 (rank 1)\n"),
+        ("follows", "error: KEY is 1, it must be 2\n"),  # though torchrun ends all after rank 1
+        ("stays", "error: KEY is 1, it must be 2 (rank 1)\n"),
     ],
 )
-def test_one_rank_of_torchrun_prints(rank_0_seconds, line, tmp_path):
+def test_one_rank_of_torchrun_prints(rank_0, line, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(RANK_1_FIRST)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += ["--nproc-per-node", "2"]
-    words += [str(program), str(rank_0_seconds)]
+    words += [str(program), rank_0, str(tmp_path / "rank_1_fails")]
     root = Path(__file__).parents[2]
     done = subprocess.run(words, capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 1, done.stderr
