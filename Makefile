@@ -11,7 +11,7 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-newest lint clean compiler
+.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-random test-newest lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
@@ -21,8 +21,9 @@ help:
 	@echo "make docs    the documentation as a site, into site/"
 	@echo "make wheel   a wheel with the compiled kernels of all CPUs of this kind, into dist/: for machines without a compiler"
 	@echo "make test    lint, then the whole test suite, detection included"
+	@echo "make test-random   the suite in another order with other random examples; the printed SEED=N repeats it"
 	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
-	@echo "make lint    ruff and mypy alone"
+	@echo "make lint    ruff, mypy and tests/lint.py alone"
 	@echo "make setup   the environment alone, in $(VENV)"
 	@echo "make clean   remove $(VENV), $(NEWEST), caches and build leftovers; output/ and data/ stay"
 	@echo "Each makes the environment first if it is not there. Another Python: make PYTHON=python3.12 ..."
@@ -66,10 +67,18 @@ wheel: $(VENV)/.installed-run
 	@$(PY) -m wheel tags --remove --platform-tag linux_$$(uname -m) build/wheel/*.whl
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
-# By file: what a module's tests share is made once. The order is random; its seed is printed, and --randomly-seed=N repeats it.
-# A thread for each process: their tensors are tiny.
+# By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# The same order and the same examples of Hypothesis in every run.
 test: lint $(VENV)/.installed-detection
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --randomly-seed=1
+
+# Another order and other examples in every run: make test-random SEED=N repeats one.
+test-random: SEED := $(or $(SEED),$(shell date +%s))
+test-random: $(VENV)/.installed-detection
+	@echo "SEED=$(SEED)"
+	$(PYTEST) --randomly-seed=$(SEED) --hypothesis-profile=random --hypothesis-seed=$(SEED)
 
 # mmcv may not compile for a torch that is newer than itself.
 test-newest:
@@ -80,6 +89,7 @@ lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tests/lint.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Fixtures for every test."""
 
 import os
+import random
 import signal
 
 # As `make test` sets it. Commands would otherwise say how many threads a busy machine leaves them.
@@ -8,14 +9,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # isort: split
 
+import numpy as np
 import pytest
 import torch
 from gloo_processes import run_on_processes
 from hypothesis import settings
 
-# A busy machine takes any time for one example.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# The same examples in every run. A busy machine takes any time for one of them.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+# `make test-random` gives this one's seed.
+settings.register_profile("random", database=None, deadline=None)
+settings.load_profile("fixed")
 
 # Of a launcher that started pytest (torchrun, srun), and of a terminal or CI system that wants
 # colours or other widths.
@@ -50,16 +54,27 @@ def plain_environment():
         yield
 
 
+def pytest_configure(config):
+    """pytest-randomly gives the order of tests alone; the seeds are those below."""
+    config.option.randomly_reset_seed = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Seed torch, so that fixtures make the same random tensors in any order and in every run."""
-    torch.manual_seed(0)
+    """Fixtures make the same random numbers in any order and in every run."""
+    seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call():
-    """Seed torch again, with another number: the tests' tensors differ from the fixtures' ones."""
-    torch.manual_seed(1)
+    """The numbers of tests differ from those of their fixtures."""
+    seed(1)
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 - what it seeds is numpy's global state
+    torch.manual_seed(number)
 
 
 @pytest.fixture(autouse=True, scope="session")

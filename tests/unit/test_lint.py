@@ -1,0 +1,90 @@
+"""The rules of tests/lint.py catch what they forbid."""
+
+import ast
+
+import pytest
+from lint import (
+    MAX_FUNCTION,
+    circle_of_imports,
+    lengths,
+    other_exits,
+    private_names,
+    violations,
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch\ntorch._dynamo.reset()", "torch._dynamo.reset"),
+        (
+            "import torch.distributed as dist\ndist.distributed_c10d._world",
+            "torch.distributed.distributed_c10d._world",
+        ),
+        ("from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
+        ("from torch.nn.parallel import DDP\nDDP._ignore(1)", "torch.nn.parallel.DDP._ignore"),
+        ("def f():\n    from torch._C import x as y", "torch._C.x"),
+    ],
+)
+def test_finds_private_names(source, name):
+    assert name in private_names(ast.parse(source))
+
+
+def test_leaves_other_names_alone():
+    source = "import torch\nfrom a import _x\ntorch.nn.functional.pad(_x._y, torch.__version__)"
+    assert private_names(ast.parse(source)) == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print(1)",
+        "import csv",
+        "from rich.console import Console",
+        "import sys\nsys.stderr.write(1)",
+    ],
+)
+def test_finds_other_exits(source):
+    assert list(other_exits(ast.parse(source)))
+
+
+def test_finds_long_functions():
+    body = "    pass\n" * MAX_FUNCTION
+    source = f"def f():\n{body}"
+    assert list(lengths(ast.parse(source), source)) == ["f has 81 lines, at most 80"]
+
+
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("moe_core.router", "moe_core.layer.MoELayer"),
+        ("moe_core.ops.combine.op", "moe_core.router"),
+        ("moe_core.parallel.groups", "moe_core.parallel.exchange.Exchanged"),
+        ("moe_core.parallel.groups", "moe_core.parallel.tuner.Tuner"),
+        ("moe_core.parallel.linear", "moe_core.parallel.cost_model.volume"),
+        ("moe_core.parallel.cost_model", "moe_core.parallel.tuner.Tuner"),
+        ("moe_core.layer", "moe_core.training"),
+        ("moe_core.layer", "swinv2_moe.config"),
+        ("moe_core.checkpoint", "timm"),
+        ("moe_core.experts", "torchvision.ops"),
+        ("swinv2_moe.models.factory", "swinv2_moe.data.build"),
+        ("swinv2_moe.models.factory", "moe_core.layer.MoELayer"),
+        ("swinv2_moe.data.build", "swinv2_moe.models"),
+        ("swinv2_moe.train.loop", "swinv2_moe.detection.backbone"),
+        ("swinv2_moe.train.loop", "tools.train"),
+    ],
+)
+def test_the_rules_catch(name, imported):
+    assert violations(name, iter([imported]))
+
+
+def test_finds_circles_of_imports(tmp_path):
+    package = tmp_path / "a"
+    package.mkdir()
+    (package / "b.py").write_text("if True:\n    from a import c\n")
+    (package / "c.py").write_text("def f():\n    import a.b\n")
+    modules = {"a.b": package / "b.py", "a.c": package / "c.py"}
+    assert circle_of_imports(modules) == []
+    (package / "c.py").write_text("from a.b import f\n")
+    assert set(circle_of_imports(modules)[0]) == {"a.b", "a.c"}
