@@ -1,9 +1,11 @@
-"""Compiled libraries are loaded only as they were written, by the user who wrote them."""
+"""Compiled libraries: made once, loaded only as they were written, by the user who wrote them, and
+done without where there is no compiler."""
 
 import errno
 import fcntl
 import logging
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -13,11 +15,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from moe_core.files import exclusive_lock
+from moe_core.ops.backend import Request, select
 from moe_core.ops.native import build_cache, instruction_sets
 from moe_core.ops.native import library as native_library
 from moe_core.ops.native.build_cache import cache_directory, compiled_library
+from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 NAME = "x86-test.so"
 CONTENT = os.urandom(10_000)
@@ -200,37 +205,93 @@ def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
     assert compiled() == 1
 
 
+needs_cpp = pytest.mark.skipif(native_library.chosen() is None, reason="no C++ kernels here")
 COMPILER = """#!/bin/sh
-[ "$1" = --version ] && exit
+[ "$1" = --version ] && exec echo a compiler
 while [ "$1" != -o ]; do shift; done
+sleep 1  # half a minute in earnest
 cp {library} "$2"
 """
-LOAD = """
-import logging, sys
+COMPUTE = """
+import logging, sys, torch
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-from moe_core.ops.native.library import chosen
-print("loaded", chosen() is not None)
+from moe_core.ops import ExpertWeights, expert_ffn
+w, rows = torch.ones(2, 8, 4), torch.ones(6, 4)
+offsets = torch.tensor([3, 6], dtype=torch.int32)
+weights = ExpertWeights(w, None, w, None)
+print("out", float(expert_ffn(rows, weights, offsets, "relu").sum()))
+"""
+# Loading what is left of the library would be a bus error.
+TRUNCATE_AND_LOAD = """
+import os, sys
+from moe_core.ops.native import library
+for size in (0, 5000):
+    os.environ["XDG_CACHE_HOME"] = os.path.join(sys.argv[1], str(size))
+    path = library._compiled(library.sets_of_cpu()[0])
+    os.truncate(path, size)
+    assert library.chosen.__wrapped__() is not None
+    assert path.stat().st_size > 5000
 """
 
 
-@pytest.mark.skipif(native_library.chosen() is None, reason="no compiler here")
-@pytest.mark.parametrize("size", [0, 5000])
-def test_a_truncated_library_ends_no_process(size, tmp_path):
-    """Loading it as it is would be a bus error, or no C++ for ever."""
-    good = native_library._compiled(native_library.chosen()[0])
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """Of a process with an empty cache, whose compiler copies a library."""
     compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit\n'
-        f'while [ "$1" != -o ]; do shift; done\ncp {good} "$2"\n'
-    )
+    library = native_library._compiled(native_library.chosen()[0])
+    compiler.write_text(COMPILER.format(library=library))
     compiler.chmod(0o755)
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CXX": str(compiler)}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "compiling" in done.stdout
-        assert "loaded True" in done.stdout
-        (library,) = (tmp_path / "moe_core").glob("*.so")
-        os.truncate(library, size)
+    return {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "CXX": f"env {compiler}",  # a compiler may have arguments
+    }
+
+
+@needs_cpp
+def test_processes_compile_it_once_among_them(environment, tmp_path, monkeypatch, caplog):
+    command = [sys.executable, "-c", COMPUTE]
+    both = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all("out 768.0" in text for text in printed)
+    assert sum("compiling" in text for text in printed) == 1
+    assert len(list((tmp_path / "moe_core").glob("*.so"))) == 1
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    caplog.set_level(logging.INFO, "moe_core")
+    assert native_library.chosen.__wrapped__() is not None
+    assert caplog.messages == []  # compiled by a process before
+
+
+@needs_cpp
+def test_a_truncated_library_ends_no_process(environment, tmp_path):
+    command = [sys.executable, "-c", TRUNCATE_AND_LOAD, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_cpp
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, caplog):
+    """Without either, experts run in torch, and one line says so."""
+    first = sets_of_cpu()[0]
+    prebuilt = tmp_path / native_library.file_name(first)
+    shutil.copy(native_library._compiled(first), prebuilt)
+    if damaged:
+        prebuilt.write_bytes(b"not a library")
+    monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
+    monkeypatch.setattr(native_library, "sets_of_cpu", lambda: [first])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native_library.chosen.cache_clear()
+    request = Request("auto", "cpu", torch.float32, weight_dtype=torch.float32, activation="gelu")
+    try:
+        forms = [select("ffn", request) for _ in range(2)]
+    finally:
+        native_library.chosen.cache_clear()
+    assert forms == ["ffn.loop" if damaged else "ffn.cpp"] * 2
+    assert caplog.text.count("C++ does not compile") == damaged
+    assert ("no-such-compiler" in caplog.text) == damaged

@@ -1,0 +1,82 @@
+"""Inputs of experts, their outcome in the specification, and comparisons with it, for the tests of
+moe_core."""
+
+# E experts, N rows, M model dim, H hidden dim
+
+import torch
+import torch.nn.functional as F
+
+from moe_core.activations import clamped_swiglu
+from moe_core.ops import ExpertWeights
+from moe_core.ops.ffn import reference
+
+FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "clamped_swiglu": clamped_swiglu}
+FP64 = (torch.float64, torch.float64)
+FP32 = (torch.float32, torch.float32)
+BF16 = (torch.bfloat16, torch.bfloat16)
+MIXED = (torch.bfloat16, torch.float32)  # rows and weights under autocast
+DTYPES = {"fp64": FP64, "fp32": FP32, "bf16": BF16, "mixed": MIXED}
+# Of the largest value. fp32 (eps 6e-8): sums of at most 9,000 terms. Halves (eps 5e-4 and 4e-3):
+# the rows, each hidden value, its gradient and the result are rounded.
+TOLERANCES = {
+    torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2,
+}  # fmt: skip
+
+
+def ffn_inputs(
+    sizes, model_dim=24, hidden_dim=40, dtypes=FP64, bias=True, gated=True, spare=0, seed=0
+):
+    """rows [N, M], the weights, the rows' ends [E] and a gradient of the output [N, M].
+
+    `sizes`: each expert's number of rows. `spare` more rows belong to no expert; they hold NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape, dtype=dtypes[1]):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    num_experts, num_rows = len(sizes), sum(sizes)
+    matrix = (num_experts, hidden_dim, model_dim)
+    w1, w3 = random(*matrix) / model_dim**0.5, random(*matrix) / model_dim**0.5
+    w2 = random(*matrix) / hidden_dim**0.5
+    b1, b2, b3 = random(*matrix[:2]), random(num_experts, model_dim), random(*matrix[:2])
+    rows, grad = (random(num_rows + spare, model_dim, dtype=dtypes[0]) for _ in range(2))
+    rows[num_rows:], grad[num_rows:] = float("nan"), float("nan")
+    weights = ExpertWeights(w1, b1, w2, b2, w3, b3)
+    if not gated:
+        weights = weights._replace(w3=None, b3=None)
+    if not bias:
+        weights = weights._replace(b1=None, b2=None, b3=None)
+    return rows, weights, torch.tensor(sizes).cumsum(0).int(), grad
+
+
+def outcome(function, rows, weights, grad) -> list[torch.Tensor]:
+    """The output and all gradients of `function(rows, weights)`."""
+    rows = rows.detach().requires_grad_()
+    weights = weights.map(lambda weight: weight.detach().requires_grad_())
+    out = function(rows, weights)
+    inputs = [rows, *weights.tensors()]
+    return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype), materialize_grads=True)]
+
+
+def by_reference(rows, weights, ends, grad, activation="silu", kept=None) -> list[torch.Tensor]:
+    """The outcome of the specification in fp64, of the rows that belong to an expert."""
+    used = int(ends[-1])
+
+    def specification(rows, weights):
+        w1, b1, w2, b2, w3, b3 = weights
+        function = FUNCTIONS[activation]
+        return reference.expert_ffn(rows, w1, b1, w2, b2, ends, function, kept, w3, b3)
+
+    doubles = weights.map(torch.Tensor.double)
+    return outcome(specification, rows[:used].double(), doubles, grad[:used].double())
+
+
+def assert_close(found, expected, dtype) -> None:
+    """Of the output and the gradient of the rows, the rows in `expected` count."""
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if i < 2:
+            a = a[: len(b)]
+        largest = b.abs().max().item() if b.numel() else 0.0
+        limit = TOLERANCES[dtype] * max(largest, 1.0)  # a sum may cancel
+        torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=limit)
