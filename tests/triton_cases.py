@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+# Of `torch.library.opcheck`: its fourth check compiles, which takes seconds under the interpreter.
+CHEAP_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 # read when Triton is imported: for a whole process
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -29,17 +31,8 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 def run_interpreted(file: str) -> None:
     """The tests of a file's TestKernels, in a process with Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        file,
-        "-k",
-        "TestKernels",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command += ["-k", "TestKernels"]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
     assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
 

@@ -1,7 +1,5 @@
 """Every kind of derivative and torch.func transform of a layer, against its gradient or itself.
-
-`TestKernels` runs on a CUDA device, or in Triton's interpreter as the last test starts it.
-"""
+`test_triton_ffn` has the second derivatives of the Triton kernels."""
 
 # T tokens, N rows, M model dim, H hidden dim
 
@@ -10,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
-from triton_cases import INTERPRETED, run_interpreted
 
 from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, int8_ffn, quantize_weights
@@ -161,38 +158,3 @@ def test_int8_has_no_derivatives():
     rows, ends = random(2, 6).float(), torch.tensor([2], dtype=torch.int32)
     with pytest.raises(ValueError, match="int8_ffn has no derivatives"):
         jvp(lambda rows: int8_ffn(rows, packed, ends), (rows,), (rows,))
-
-
-@pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="runs by the last test"
-)
-class TestKernels:
-    @pytest.mark.parametrize("kind", ["drops", "gated", "soft", "cosine"])
-    @pytest.mark.parametrize("aux_loss", ["gshard", "load_importance"])
-    def test_second_derivatives(self, kind, aux_loss):
-        """Those of the torch forms, up to far more than rounding and far less than a term."""
-        device = "cpu" if INTERPRETED else "cuda"
-        gradients = {}
-        for kernels in ("torch", "triton"):
-            layer = make_layer(
-                kind, torch.float32, device, aux_loss=aux_loss, gate_noise=1.0, kernels=kernels
-            )
-            x = random(7, 6).to(device, torch.float32).requires_grad_()
-            torch.manual_seed(0)
-            first = torch.autograd.grad(
-                loss_of(layer, x), [x, *layer.parameters()], create_graph=True
-            )
-            gradients[kernels] = torch.autograd.grad(
-                sum(g.sin().sum() for g in first),
-                [x, *layer.parameters()],
-                materialize_grads=True,  # a shared expert's last bias has none
-            )
-        for found, expected in zip(gradients["triton"], gradients["torch"], strict=True):
-            atol = 1e-3 * expected.abs().max().item()
-            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it starts the interpreter")
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
