@@ -1,48 +1,55 @@
-"""Configurations and image folders for the data tests."""
+"""Configurations, image folders and shards for the data tests."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from shard_cases import OPTIONS, SOURCES
 from yacs.config import CfgNode
 
-from swinv2_moe.config import default_config
+from swinv2_moe.config import DataConfig, data_config, default_config
+from swinv2_moe.data.prepare import transfer_bar
+from swinv2_moe.data.prepare.make_shards import make_shards
 
 # RandAugment draws from numpy and random, erasing from torch and random, the flip from torch.
 FULL_AUGMENTATION = {"AUG.REPROB": 0.5, "AUG.AUTO_AUGMENT": "rand-m9-mstd0.5-inc1"}
-NO_AUGMENTATION = {"AUG.SCALE": [1.0, 1.0], "AUG.HFLIP": 0.0, "AUG.COLOR_JITTER": 0.0} | {
-    "AUG.AUTO_AUGMENT": "",
-    "AUG.REPROB": 0.0,
-}
+NO_AUGMENTATION = {"AUG.SCALE": [1.0, 1.0], "AUG.HFLIP": 0.0, "AUG.COLOR_JITTER": 0.0}
+NO_AUGMENTATION |= {"AUG.AUTO_AUGMENT": "", "AUG.REPROB": 0.0}
+SMALL = {"DATA.IMG_SIZE": 16, "DATA.BATCH_SIZE": 4, "DATA.NUM_WORKERS": 0}
 
 
-def set_keys(config: CfgNode, keys: dict[str, object]) -> CfgNode:
-    for name, value in keys.items():
-        *groups, leaf = name.split(".")
-        node = config
-        for group in groups:
-            node = node[group]
-        assert leaf in node, name
-        node[leaf] = value
-    return config
+@pytest.fixture(autouse=True)
+def no_transfer_bar(monkeypatch) -> None:
+    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config() -> Callable[..., CfgNode]:
     """`make_config({"DATA.IMG_SIZE": 32}, ...)`: the defaults at 16 px, batches of 4 and no
     workers, then these."""
 
     def make(*keys: dict[str, object]) -> CfgNode:
-        config = set_keys(
-            default_config(), {"DATA.IMG_SIZE": 16, "DATA.BATCH_SIZE": 4, "DATA.NUM_WORKERS": 0}
-        )
-        for group in keys:
-            set_keys(config, group)
+        config = default_config()
+        for group in (SMALL, *keys):
+            for name, value in group.items():
+                *sections, leaf = name.split(".")
+                node = config
+                for section in sections:
+                    node = node[section]
+                assert leaf in node, name
+                node[leaf] = value
         return config
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_data(make_config) -> Callable[..., DataConfig]:
+    """`make_data({"DATA.IMG_SIZE": 32}, ...)`: the data section of such a configuration."""
+    return lambda *keys: data_config(make_config(*keys))
 
 
 @pytest.fixture
@@ -63,6 +70,22 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture(scope="session")
+def noise_shards(tmp_path_factory) -> Path:
+    """Finished shards of `shard_cases.SOURCES`, not to be changed."""
+    directory = tmp_path_factory.mktemp("noise") / "shards"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+        make_shards(SOURCES, str(directory), OPTIONS, 1)
+    return directory
+
+
+@pytest.fixture
+def made(noise_shards: Path, tmp_path: Path) -> Path:
+    """A copy of them, two folders down."""
+    return Path(shutil.copytree(noise_shards, tmp_path / "downloads" / "shards"))
 
 
 @pytest.fixture

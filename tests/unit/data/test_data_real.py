@@ -8,7 +8,6 @@ import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
-from swinv2_moe.config import data_config
 from swinv2_moe.data import UnreadableImages, build_data
 
 DATA = Path(os.environ.get("SWINV2_MOE_TEST_DATA", Path(__file__).parents[4] / "shared" / "data"))
@@ -28,14 +27,12 @@ def imagenette(tmp_path_factory):
     return root
 
 
-def test_photographs_load_with_the_default_recipe(imagenette, make_config):
-    config = make_config(
-        {"DATA.DATASET": "folder", "DATA.PATH": str(imagenette), "DATA.NUM_WORKERS": 2}
-    )
-    config.DATA.IMG_SIZE, config.DATA.BATCH_SIZE = 64, 50
-    data = build_data(data_config(config))
+def test_photographs_load_with_the_default_recipe(imagenette, make_data):
+    keys = {"DATA.DATASET": "folder", "DATA.PATH": str(imagenette), "DATA.NUM_WORKERS": 2}
+    section = make_data(keys, {"DATA.IMG_SIZE": 64, "DATA.BATCH_SIZE": 50})
+    data = build_data(section)
     assert (data.train_size, data.val_size, data.num_classes) == (1000, 1000, 10)
-    unreadable = UnreadableImages(data.train_size + data.val_size, config.DATA.MAX_BAD_SHARE)
+    unreadable = UnreadableImages(data.train_size + data.val_size, section.max_bad_share)
     for loader in (data.train_loader, data.val_loader):
         targets = []
         for batch in loader:
@@ -49,23 +46,17 @@ def test_photographs_load_with_the_default_recipe(imagenette, make_config):
     assert unreadable.summary() is None
 
 
-def test_a_list_of_the_photographs_equals_the_folder(imagenette, make_config, tmp_path):
+def test_a_list_of_the_photographs_equals_the_folder(imagenette, make_data, tmp_path):
     keys = {"DATA.PATH": str(imagenette), "DATA.IMG_SIZE": 32, "DATA.BATCH_SIZE": 100}
+    lists = {}
     for split in ("train", "val"):
-        lines = [
-            f"{os.path.relpath(path, imagenette)} {label}\n"
-            for path, label in ImageFolder(imagenette / split).samples
-        ]
+        samples = ImageFolder(imagenette / split).samples
+        lines = [f"{os.path.relpath(path, imagenette)} {label}\n" for path, label in samples]
         (tmp_path / f"{split}.txt").write_text("".join(lines))
-    lists = {
-        f"DATA.{split.upper()}_LIST": str(tmp_path / f"{split}.txt") for split in ("train", "val")
-    }
-    by_folder = build_data(
-        data_config(make_config(keys, {"DATA.DATASET": "folder"})), rank=3, world_size=5
-    )
-    by_list = build_data(
-        data_config(make_config(keys, lists, {"DATA.DATASET": "list"})), rank=3, world_size=5
-    )
+        lists[f"DATA.{split.upper()}_LIST"] = str(tmp_path / f"{split}.txt")
+    folder, listed = {"DATA.DATASET": "folder"}, {"DATA.DATASET": "list"}
+    by_folder = build_data(make_data(keys, folder), rank=3, world_size=5)
+    by_list = build_data(make_data(keys, lists, listed), rank=3, world_size=5)
     for loader in ("train_loader", "val_loader"):
         a, b = (next(iter(getattr(data, loader))) for data in (by_folder, by_list))
         assert torch.equal(a.images, b.images)

@@ -30,9 +30,8 @@ def test_train_steps_over_all_ranks_are_those_of_one_process(size, batch, world,
 
 @given(sizes, batches, worlds, seeds)
 def test_train_reads_no_image_twice_and_drops_less_than_a_step(size, batch, world, seed):
-    read = [
-        i for rank in range(world) for i in train_order(size, batch, rank, world, seed, epoch=0)
-    ]
+    ranks = [train_order(size, batch, rank, world, seed, epoch=0) for rank in range(world)]
+    read = [i for order in ranks for i in order]
     assert len(read) == len(set(read))
     assert set(read) <= set(range(size))
     assert size - len(read) < batch * world

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from PIL import ExifTags, Image, features
 from swinv2_moe.config import data_config
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.data.images import decode, upright
-from swinv2_moe.data.prepare import transfer_bar
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
@@ -57,16 +57,12 @@ def files(tmp_path: Path) -> ImageFiles:
     return ImageFiles(str(tmp_path), np.array(names), np.zeros(len(names), np.int64))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation", STORED)
-def test_every_orientation_gives_the_same_pixels(kind: str, orientation: int) -> None:
-    assert np.array_equal(decode(stored(orientation, kind)), photograph())
-
-
-@pytest.mark.parametrize("orientation", STORED)
-def test_a_jpeg_is_upright(orientation: int) -> None:
-    image = decode(stored(orientation, "JPEG", "L"))
-    difference = np.abs(np.asarray(image, int) - np.asarray(photograph("L"), int))
+def test_every_orientation_gives_the_same_pixels(orientation: int) -> None:
+    for kind in ("PNG", "TIFF", "WEBP"):
+        assert np.array_equal(decode(stored(orientation, kind)), photograph()), kind
+    jpeg = decode(stored(orientation, "JPEG", "L"))
+    difference = np.abs(np.asarray(jpeg, int) - np.asarray(photograph("L"), int))
     assert difference.mean() < 5
 
 
@@ -88,56 +84,39 @@ def test_tensors_of_every_orientation_are_equal(
     assert all(torch.equal(image, images[0]) for image in images[1:])
 
 
-def test_shards_store_the_file_and_decode_it_upright(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_decoded_upright(files: ImageFiles, tmp_path: Path) -> None:
     pytest.importorskip("webdataset", reason="needs the data extra")
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
-    make_shards(Sources(files, files, ["a"]), str(tmp_path / "shards"), Options(), 1)
-    made = load_shards(str(tmp_path / "shards")).train
+    sources = Sources(files, files, ["a"])
+    make_shards(sources, str(tmp_path / "whole"), Options(), 1)
+    made = load_shards(str(tmp_path / "whole")).train
+    # as the files are
     assert {made.read(i) for i in range(8)} == {stored(orientation) for orientation in STORED}
     assert all(np.array_equal(made.open(i), photograph()) for i in range(8))
-
-
-def test_shards_of_smaller_images_are_upright(
-    files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("webdataset", reason="needs the data extra")
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
-    make_shards(Sources(files, files, ["a"]), str(tmp_path / "shards"), Options(short_side=15), 1)
-    made = load_shards(str(tmp_path / "shards")).train
+    make_shards(sources, str(tmp_path / "smaller"), Options(short_side=15), 1)
+    made = load_shards(str(tmp_path / "smaller")).train
     assert {made.open(i).size for i in range(8)} == {(20, 15)}
     assert len({made.read(i) for i in range(8)}) == 1
 
 
-# pytest undoes what the package ignores
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_broken_metadata_does_not_make_an_image_unreadable() -> None:
-    file = io.BytesIO()
-    photograph().save(file, "PNG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff broken")
-    assert np.array_equal(decode(file.getvalue()), photograph())
-    file = io.BytesIO()
-    photograph().save(file, "PNG", exif=b"no EXIF at all")
-    assert np.array_equal(decode(file.getvalue()), photograph())
-
-
-def test_an_orientation_that_does_not_exist_is_ignored() -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 99
+def with_exif(exif: Image.Exif | bytes) -> bytes:
     file = io.BytesIO()
     photograph().save(file, "PNG", exif=exif)
-    assert np.array_equal(decode(file.getvalue()), photograph())
+    return file.getvalue()
 
 
-def test_an_upright_image_is_not_turned_again() -> None:
+# pytest undoes what the package ignores
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_metadata_that_is_broken_or_says_nothing_is_ignored() -> None:
+    unknown = Image.Exif()
+    unknown[ExifTags.Base.Orientation] = 99
+    for exif in (b"Exif\0\0MM\0*\0\0\0\x08\xff\xff broken", b"no EXIF at all", unknown):
+        assert np.array_equal(decode(with_exif(exif)), photograph())
+
+
+def test_an_upright_image_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     once = upright(Image.open(io.BytesIO(stored(6))))
     assert upright(once) is once
-
-
-def test_an_image_without_metadata_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(image: Image.Image) -> None:
-        pytest.fail("looked for EXIF data")
-
-    monkeypatch.setattr(Image.Image, "getexif", fail)
     image = photograph()
+    without_metadata = Mock(side_effect=AssertionError("looked for EXIF data"))
+    monkeypatch.setattr(Image.Image, "getexif", without_metadata)
     assert upright(image) is image

@@ -1,6 +1,5 @@
 """A dataset is one file: registered inside of the package or by `--import FILE` from outside."""
 
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -82,30 +81,34 @@ OPTS += ["MODEL.SWINV2.NUM_HEADS", "[2]", "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES"
 OPTS += ["MODEL.MOE.BLOCKS", "[[]]"]
 
 
-def npz_config(data: Path, *opts: object):
-    return load_config(None, [*OPTS, *map(str, opts)], data=str(data))
+def npz_data(data: Path, *opts: object):
+    return data_config(load_config(None, [*OPTS, *map(str, opts)], data=str(data)))
+
+
+def load_mine(**how):
+    """The sources of the dataset that a test has registered as "mine"."""
+    return load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"], **how)))
 
 
 def test_an_outside_file_is_a_dataset(outside, arrays):
     with pytest.raises(UserError, match=r"DATA\.DATASET is .npz., allowed: cifar10, "):
-        npz_config(arrays)
+        npz_data(arrays)
     import_file(str(outside))
-    data = build_data(data_config(npz_config(arrays, "DATA.NUM_WORKERS", 0)))
+    data = build_data(npz_data(arrays, "DATA.NUM_WORKERS", 0))
     assert (data.train_size, data.val_size, data.class_names) == (12, 5, ["even", "odd"])
     assert [len(batch.images) for batch in data.train_loader] == [4, 4, 4]
     (arrays / "val.npz").unlink()
     with pytest.raises(UserError, match=r"val\.npz: cannot be read"):
-        build_data(data_config(npz_config(arrays)))
+        build_data(npz_data(arrays))
 
 
-@pytest.mark.parametrize("start", multiprocessing.get_all_start_methods())
-def test_workers_read_an_outside_source(outside, arrays, start):
+def test_workers_read_an_outside_source(outside, arrays):
+    """A worker that is not forked imports the file again."""
     import_file(str(outside))
-    data = build_data(data_config(npz_config(arrays, "DATA.NUM_WORKERS", 1)))
-    (in_process,) = build_data(
-        data_config(npz_config(arrays, "DATA.NUM_WORKERS", 0, "DATA.BATCH_SIZE", 12))
-    ).val_loader
-    data.val_loader.multiprocessing_context = start
+    data = build_data(npz_data(arrays, "DATA.NUM_WORKERS", 1))
+    whole = npz_data(arrays, "DATA.NUM_WORKERS", 0, "DATA.BATCH_SIZE", 12)
+    (in_process,) = build_data(whole).val_loader
+    data.val_loader.multiprocessing_context = "spawn"
     images = [image for batch in data.val_loader for image in batch.images]
     assert len(images) == 5
     for image, expected in zip(images, in_process.images, strict=True):
@@ -116,14 +119,9 @@ def test_a_registered_name_is_in_the_help_and_the_list_of_keys(outside, capsys):
     with pytest.raises(SystemExit):
         CommandParser().parse_args(["--import", str(outside), "--help"])
     assert f"DATA.DATASET: {', '.join(BUILT_IN)}, npz\n" in capsys.readouterr().out
-    keys = subprocess.run(
-        [sys.executable, "-m", "swinv2_moe.config", "--import", outside],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
-    assert f"DATA.DATASET: 'digits'  # {', '.join(BUILT_IN)}, npz\n" in keys
+    command = [sys.executable, "-m", "swinv2_moe.config", "--import", outside]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert f"DATA.DATASET: 'digits'  # {', '.join(BUILT_IN)}, npz\n" in done.stdout
 
 
 def test_the_configuration_of_a_run_names_an_outside_dataset(outside):
@@ -154,25 +152,17 @@ def test_a_name_is_registered_once(outside, tmp_path):
         import_file(str(second))
 
 
-@pytest.mark.parametrize(
-    ("options", "needs"),
-    [
-        ({}, r"DATA\.PATH \(or --data\) must name its directory"),
-        (
-            {"needs_path": False, "needs_lists": True},
-            r"DATA\.TRAIN_LIST and DATA\.VAL_LIST must name its two list files",
-        ),
-    ],
-)
-def test_what_a_dataset_needs_is_checked(options, needs):
-    register_dataset("mine", **options)(lambda config: None)
-    with pytest.raises(UserError, match=f"DATA.DATASET is 'mine': {needs}"):
-        load_config(None, ["DATA.DATASET", "mine"])
-
-
-def test_a_dataset_may_need_nothing():
-    register_dataset("mine", needs_path=False)(lambda config: None)
-    assert load_config(None, ["DATA.DATASET", "mine"]).DATA.PATH == ""
+def test_what_a_dataset_needs_is_checked():
+    lists = r"DATA\.TRAIN_LIST and DATA\.VAL_LIST must name its two list files"
+    for name, options, needs in (
+        ("path", {}, r"DATA\.PATH \(or --data\) must name its directory"),
+        ("lists", {"needs_path": False, "needs_lists": True}, lists),
+    ):
+        register_dataset(name, **options)(lambda config: None)
+        with pytest.raises(UserError, match=f"DATA.DATASET is '{name}': {needs}"):
+            load_config(None, ["DATA.DATASET", name])
+    register_dataset("nothing", needs_path=False)(lambda config: None)
+    assert load_config(None, ["DATA.DATASET", "nothing"]).DATA.PATH == ""
 
 
 def test_data_replaces_a_dataset_of_a_file_that_reads_no_files(tmp_path):
@@ -194,54 +184,39 @@ def test_the_function_receives_an_expanded_path_that_exists(tmp_path, monkeypatc
         paths.append(config.path)
         return load_sources(data_config(load_config()))
 
-    load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"], data="~")))
+    load_mine(data="~")
     assert paths == [str(tmp_path)]
     with pytest.raises(UserError, match=r"DATA\.PATH is .*gone': no such directory"):
-        load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"], data="~/gone")))
+        load_mine(data="~/gone")
+
+
+class Three(ImageArrays):
+    def __len__(self):
+        return 3
+
+
+def three(*targets: int) -> Sources:
+    source = Three("mine", np.zeros((3, 4, 4), np.uint8), np.array(targets))
+    return Sources(source, source, ["a", "b"])
+
+
+def noise(num_train: int, num_val: int, names: list) -> Sources:
+    parts = [ImageArrays("", np.zeros((n, 4, 4)), np.zeros(n, int)) for n in (num_train, num_val)]
+    return Sources(*parts, names)
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"),
+    ("sources", "says"),
     [
         (None, "its function returned NoneType, not swinv2_moe.data.Sources"),
-        ([0, 1], "its train source has 3 images and 2 targets"),
-        ([0, 1, 2], "its train source has label 2, with 2 classes"),
-        ([0, -1, 1], "its train source has label -1, with 2 classes"),
+        (three(0, 1), "its train source has 3 images and 2 targets"),
+        (three(0, 1, 2), "its train source has label 2, with 2 classes"),
+        (three(0, -1, 1), "its train source has label -1, with 2 classes"),
+        (noise(2, 0, ["a"]), "its val source has no images$"),
+        (noise(2, 2, [0]), "its class name 0 is int, not text$"),
     ],
 )
-def test_sources_that_cannot_be_used(targets, says):
-    @register_dataset("mine", needs_path=False)
-    def mine(config):
-        from swinv2_moe.data import ImageArrays, Sources
-
-        class Three(ImageArrays):
-            def __len__(self):
-                return 3
-
-        if targets is None:
-            return None
-        source = Three("mine", np.zeros((3, 4, 4), np.uint8), np.array(targets))
-        return Sources(source, source, ["a", "b"])
-
-    with pytest.raises(UserError, match=f"DATA.DATASET is 'mine': {says}"):
-        load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"])))
-
-
-@pytest.mark.parametrize(
-    ("num_val", "names", "says"),
-    [
-        (0, ["a"], "its val source has no images"),
-        (2, [0], "its class name 0 is int, not text"),
-    ],
-)
-def test_empty_sources_and_names_that_are_not_text(num_val, names, says):
-    def source(num_images):
-        images = np.zeros((num_images, 4, 4), np.uint8)
-        return ImageArrays("memory", images, np.zeros(num_images, np.int64))
-
-    @register_dataset("mine", needs_path=False)
-    def mine(config):
-        return Sources(source(2), source(num_val), names)
-
-    with pytest.raises(UserError, match=f"^DATA.DATASET is 'mine': {says}$"):
-        load_sources(data_config(load_config(None, ["DATA.DATASET", "mine"])))
+def test_sources_that_cannot_be_used(sources, says):
+    register_dataset("mine", needs_path=False)(lambda config: sources)
+    with pytest.raises(UserError, match=f"^DATA.DATASET is 'mine': {says}"):
+        load_mine()

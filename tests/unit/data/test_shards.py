@@ -3,7 +3,6 @@ damaged."""
 
 import errno
 import gc
-import json
 import os
 import pickle
 import re
@@ -15,32 +14,30 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from shard_cases import edit_index, refusal, snapshot
 from webdataset import TarWriter, WebDataset
 
 from swinv2_moe import files
-from swinv2_moe.config import data_config
 from swinv2_moe.data import build_data, shards
-from swinv2_moe.data.prepare import transfer_bar
 from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, ImageFiles, Sources, load_sources
-from swinv2_moe.errors import UserError
 
 SMALL = Options(shard_mb=0.02)  # of noise images: about 6 in a shard
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+@pytest.fixture
+def load(make_data):
+    """`load("folder", root)`: the sources of a directory."""
+    return lambda kind, path: load_sources(
+        make_data({"DATA.DATASET": kind, "DATA.PATH": str(path)})
+    )
 
 
 @pytest.fixture
-def sources(make_config, make_folder) -> Sources:
-    root = make_folder(("cat", "cow", "dog"), per_class=10)
-    return load_sources(
-        data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
-    )
+def sources(load, make_folder) -> Sources:
+    return load("folder", make_folder(("cat", "cow", "dog"), per_class=10))
 
 
 @pytest.fixture
@@ -49,21 +46,8 @@ def made(sources, tmp_path) -> Path:
     return tmp_path / "shards"
 
 
-def refusal(function, *args) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def contents(source) -> dict[bytes, int]:
     return {source.read(i): int(source.targets[i]) for i in range(len(source))}
-
-
-def snapshot(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
 
 
 # making
@@ -77,17 +61,15 @@ def test_webdataset_and_we_read_what_the_source_holds(sources, made):
     mine = load_shards(str(made))
     assert [sample["png"] for sample in samples] == [mine.train.read(i) for i in range(30)]
     assert [int(sample["cls"]) for sample in samples] == mine.train.targets.tolist()
-    assert (
-        mine.train.name(7)
-        == f"train/{Path(samples[7]['__url__']).name}: {samples[7]['__key__']}.png"
-    )
+    tar, key = Path(samples[7]["__url__"]).name, samples[7]["__key__"]
+    assert mine.train.name(7) == f"train/{tar}: {key}.png"
     assert mine.class_names == ["cat", "cow", "dog"]
     for ours, theirs in zip(mine[:2], sources[:2], strict=True):
         assert contents(ours) == contents(theirs)
         assert ours.targets.tolist() != sorted(ours.targets)  # shuffled
-    row = int(samples[7]["__key__"].split("-")[0])
-    assert mine.train.read(7) == sources.train.read(row)
-    assert samples[7]["__key__"].split("-")[1] == Path(sources.train.name(row)).stem
+    row, stem = key.split("-")
+    assert mine.train.read(7) == sources.train.read(int(row))
+    assert stem == Path(sources.train.name(int(row))).stem
     assert set(mine.train.open(0).size) == {24, 20}
 
 
@@ -165,90 +147,67 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_restart_goes_on(
 def test_other_arguments_or_images_than_the_first_time_are_refused(sources, made, tmp_path):
     # already done
     assert make_shards(sources, str(made), SMALL, 1)["class_names"] == ["cat", "cow", "dog"]
-    message = refusal(make_shards, sources, str(made), Options(seed=3, shard_mb=0.02), 1)
-    assert (
-        message
-        == f"{made} was begun with seed 0, not 3: go on as it was begun, or take another --output"
-    )
-    fewer = ImageFiles(sources.train.root, sources.train.paths[1:], sources.train.targets[1:])
-    assert "train_images 30, not 29" in refusal(
-        make_shards, sources._replace(train=fewer), str(made), SMALL, 1
-    )
-    other = ImageFiles(sources.train.root, sources.train.paths[::-1], sources.train.targets)
-    assert "train_sha256" in refusal(
-        make_shards, sources._replace(train=other), str(made), SMALL, 1
-    )
-    assert "is not empty" in refusal(make_shards, sources, str(tmp_path / "images"), SMALL, 1)
+
+    def refused(sources, output, options=SMALL) -> str:
+        return refusal(make_shards, sources, str(output), options, 1)
+
+    says = "was begun with seed 0, not 3: go on as it was begun, or take another --output"
+    assert refused(sources, made, Options(seed=3, shard_mb=0.02)) == f"{made} {says}"
+    train = sources.train
+    fewer = ImageFiles(train.root, train.paths[1:], train.targets[1:])
+    assert "train_images 30, not 29" in refused(sources._replace(train=fewer), made)
+    other = ImageFiles(train.root, train.paths[::-1], train.targets)
+    assert "train_sha256" in refused(sources._replace(train=other), made)
+    assert "is not empty" in refused(sources, tmp_path / "images")
     assert "train" in os.listdir(tmp_path / "images")
     (tmp_path / "file").touch()
-    assert re.match(
-        r".*/file: cannot be made", refusal(make_shards, sources, str(tmp_path / "file"), SMALL, 1)
-    )
+    assert re.match(r".*/file: cannot be made", refused(sources, tmp_path / "file"))
+    with files.only_process(str(tmp_path)):
+        assert refused(sources, tmp_path) == f"{tmp_path}: another process is writing there"
 
 
-def test_two_at_a_time_are_refused(sources, tmp_path):
-    output = str(tmp_path)
-    with files.only_process(output):
-        assert (
-            refusal(make_shards, sources, output, SMALL, 1)
-            == f"{output}: another process is writing there"
-        )
+def left_out(index: dict, split: str) -> int:
+    return sum(shard["left_out"] for shard in index[split]["shards"])
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_images_that_are_missing_or_empty_are_left_out_and_counted(
-    make_folder, make_config, tmp_path, check
-):
+def test_images_that_are_missing_or_empty_are_left_out_and_counted(load, make_folder, tmp_path):
     root = make_folder(per_class=110)
-    sources = load_sources(
-        data_config(make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
-    )
-    (root / "train/cat/5.png").unlink()
-    (root / "train/dog/6.png").write_bytes(b"")
-    (root / "val/dog/7.png").write_bytes((root / "val/dog/7.png").read_bytes()[:700])
-    index = make_shards(sources, str(tmp_path / "out"), Options(shard_mb=0.1, check=check), 2)
-    left_out = {
-        split: sum(shard["left_out"] for shard in index[split]["shards"])
-        for split in ("train", "val")
-    }
-    assert left_out == {"train": 2, "val": int(check)}
-    names = {
-        shard["first_left_out"] for split in ("train", "val") for shard in index[split]["shards"]
-    } - {None}
-    assert names <= {f"{root}/train/cat/5.png", f"{root}/train/dog/6.png", f"{root}/val/dog/7.png"}
-    assert len(load_shards(str(tmp_path / "out")).train) == 218
+    sources = load("folder", root)
+    bad = [root / "train/cat/5.png", root / "train/dog/6.png", root / "val/dog/7.png"]
+    bad[0].unlink()
+    bad[1].write_bytes(b"")
+    bad[2].write_bytes(bad[2].read_bytes()[:700])
+    for check in (False, True):
+        output = tmp_path / f"checked {check}"
+        index = make_shards(sources, str(output), Options(shard_mb=0.1, check=check), 2)
+        assert left_out(index, "train") == 2
+        assert left_out(index, "val") == int(check)
+        shards_of_both = index["train"]["shards"] + index["val"]["shards"]
+        first = {shard["first_left_out"] for shard in shards_of_both}
+        assert first - {None} <= set(map(str, bad))
+        assert len(load_shards(str(output)).train) == 218
     for number in range(9):
         (root / f"train/cat/{number}.png").unlink(missing_ok=True)
     message = refusal(make_shards, sources, str(tmp_path / "more"), Options(shard_mb=0.1), 2)
-    assert re.match(
-        r"\d+ of 440 images are missing, empty or broken, .*; the first: .*/train/.*png", message
-    )
+    says = r"\d+ of 440 images are missing, empty or broken, .*; the first: .*/train/.*png"
+    assert re.match(says, message)
 
 
 def test_larger_images_are_made_smaller(tmp_path):
     rng = np.random.default_rng(0)
-    pictures = {
-        "wide.png": (100, 50),
-        "tall.jpg": (50, 100),
-        "small.png": (30, 40),
-        "edge.png": (400, 32),
-    }
+    pictures = {"edge.png": (400, 32), "small.png": (30, 40)}
+    pictures |= {"tall.jpg": (50, 100), "wide.png": (100, 50)}
     for name, (width, height) in pictures.items():
-        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
-            tmp_path / name
-        )
-    source = ImageFiles(
-        str(tmp_path), np.array(sorted(map(str.encode, pictures))), np.zeros(4, np.int64)
-    )
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name)
+    names = np.array([name.encode() for name in pictures])
+    source = ImageFiles(str(tmp_path), names, np.zeros(4, np.int64))
     make_shards(Sources(source, source, ["0"]), str(tmp_path / "out"), Options(short_side=32), 1)
     made = load_shards(str(tmp_path / "out")).train
     found = {made.name(i).split("-")[1]: made.open(i) for i in range(4)}
-    assert {name: image.size for name, image in found.items()} == {
-        "wide.jpg": (64, 32),
-        "tall.jpg": (32, 64),
-        "small.png": (30, 40),
-        "edge.png": (400, 32),
-    }
+    sizes = {name: image.size for name, image in found.items()}
+    smaller = {"tall.jpg": (32, 64), "wide.jpg": (64, 32)}
+    assert sizes == {"edge.png": (400, 32), "small.png": (30, 40)} | smaller
     want = Image.open(tmp_path / "wide.png").resize((64, 32), Image.Resampling.BICUBIC)
     # noise, through JPEG
     assert np.abs(np.asarray(found["wide.jpg"], float) - np.asarray(want, float)).mean() < 25
@@ -268,54 +227,48 @@ def test_arrays_become_pngs(tmp_path):
 
 
 @pytest.fixture
-def shard_config(make_config, made, full_augmentation):
-    return make_config(
-        full_augmentation,
-        {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2},
-    )
+def build(make_data, made, full_augmentation):
+    """`build({"DATA.NUM_WORKERS": 1})`: the loaders of `made`."""
+    dataset = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
+    return lambda keys=None: build_data(make_data(full_augmentation, dataset, keys or {}))
 
 
 def test_the_loader_reads_every_image_once_with_any_number_of_workers_and_goes_on_in_mid_epoch(
-    shard_config,
+    build,
 ):
     reference = None
-    for workers in (0, 1, 2):
-        shard_config.DATA.NUM_WORKERS = workers
-        data = build_data(data_config(shard_config))
+    for workers in (0, 2):
+        data = build({"DATA.NUM_WORKERS": workers})
         assert (data.train_size, data.val_size, data.class_names) == (30, 30, ["cat", "cow", "dog"])
         data.set_epoch(2)
         batches = list(data.train_loader)
         order = list(data.train_loader.sampler)
         assert len(set(order)) == len(order) == 28
-        assert (
-            torch.cat([b.targets for b in batches]).tolist()
-            == data.train_loader.dataset.source.targets[order].tolist()
-        )
-        assert not any(b.unreadable for b in batches)
+        targets = torch.cat([batch.targets for batch in batches]).tolist()
+        assert targets == data.train_loader.dataset.source.targets[order].tolist()
+        assert not any(batch.unreadable for batch in batches)
         reference = reference or batches
         assert all(torch.equal(a.images, b.images) for a, b in zip(batches, reference, strict=True))
         data.set_epoch(2, skip_steps=5)
-        assert all(
-            torch.equal(a.images, b.images)
-            for a, b in zip(data.train_loader, reference[5:], strict=True)
-        )
+        rest = zip(data.train_loader, reference[5:], strict=True)
+        assert all(torch.equal(a.images, b.images) for a, b in rest)
     val = torch.cat([batch.targets for batch in data.val_loader])
     assert torch.bincount(val).tolist() == [10] * 3
 
 
-def open_tars() -> int:
-    gc.collect()  # loaders of earlier tests
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.realpath(link).endswith(".tar") for link in links)
+def open_tars(root: Path) -> int:
+    gc.collect()
+    files = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return sum(file.startswith(str(root)) and file.endswith(".tar") for file in files)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_few_files_are_open_at_a_time_and_forks_and_copies_read_on(made, monkeypatch):
     monkeypatch.setattr(shards, "_MAX_OPEN", 2)
     source = load_shards(str(made)).train
-    assert open_tars() == 0
+    assert open_tars(made) == 0
     whole = [source.read(i) for i in range(30)]
-    assert open_tars() == 2
+    assert open_tars(made) == 2
     copy = pickle.loads(pickle.dumps(source))
     assert [copy.read(i) for i in reversed(range(30))] == whole[::-1]
     assert len(pickle.dumps(source)) < 3000  # the memory map is not in it
@@ -325,110 +278,98 @@ def test_few_files_are_open_at_a_time_and_forks_and_copies_read_on(made, monkeyp
     assert [source.read(i) for i in range(30)] == whole
     assert os.waitpid(child, 0)[1] == 0
     del source, copy
-    assert open_tars() == 0
+    assert open_tars(made) == 0
 
 
-def test_an_image_damaged_within_its_shard_is_named(shard_config, made):
+def test_an_image_damaged_within_its_shard_is_named(build, made):
     source = load_shards(str(made)).train
     shard, offset, size, _ = source.members[3].item()
     path = made / "train" / source.shards[shard]["name"]
     with path.open("r+b") as file:
         file.seek(offset + size // 2)
         file.write(bytes(size - size // 2))
-    shard_config.DATA.MAX_BAD_SHARE = 0.5
-    batches = list(build_data(data_config(shard_config)).train_loader)
-    assert {name for batch in batches for name in batch.unreadable} <= {source.name(3)}
-    assert build_data(data_config(shard_config)).train_loader.dataset[3].unreadable == [
-        source.name(3)
-    ]
+    loader = build({"DATA.MAX_BAD_SHARE": 0.5}).train_loader
+    assert {name for batch in loader for name in batch.unreadable} <= {source.name(3)}
+    assert loader.dataset[3].unreadable == [source.name(3)]
 
 
-def edit_index(made: Path, edit) -> None:
-    index = json.loads((made / "index.json").read_text())
-    edit(index)
-    (made / "index.json").write_text(json.dumps(index))
+def change_row(made: Path, key: str, value: int) -> None:
+    rows = np.load(made / "val/members.npy")
+    rows[key][2] = value
+    np.save(made / "val/members.npy", rows)
 
 
-def damage(made: Path, kind: str) -> None:
-    if kind == "cut":
-        os.truncate(made / "train/000001.tar", 1234)
-    elif kind == "gone":
-        (made / "val/000000.tar").unlink()
-    elif kind == "rows":
-        np.save(made / "train/members.npy", np.load(made / "train/members.npy")[1:])
-    elif kind in ("label", "offset", "shard"):
-        rows = np.load(made / "val/members.npy")
-        rows[kind][2] = {"label": 3, "offset": 10**9, "shard": 1}[kind]
-        np.save(made / "val/members.npy", rows)
-    elif kind == "no members":
-        (made / "train/members.npy").unlink()
-    elif kind == "pickle":
-        np.save(made / "train/members.npy", np.array([{}], object), allow_pickle=True)
-    elif kind == "version":
-        edit_index(made, lambda index: index.update(format_version=9))
-    elif kind == "half an index":
-        edit_index(made, lambda index: index.pop("val"))
-    elif kind == "no checksums":
-        edit_index(made, lambda index: index["train"]["shards"][1].pop("sha256"))
-    elif kind == "no JSON":
-        (made / "index.json").write_text('{"format_version": 1,')
-    elif kind == "no index":
-        (made / "index.json").unlink()
+def replace_rows(made: Path, rows: np.ndarray) -> None:
+    np.save(made / "train/members.npy", rows, allow_pickle=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("cut", r"^.*/train/000001\.tar: has 1,234 bytes, index\.json records \d+,\d+$"),
-        (
-            "gone",
-            r"^.*/val/000000\.tar: cannot be read \(No such file or directory\), index\.json lists"
-            r" it$",
-        ),
-        ("rows", r"^.*/train/members\.npy: has 29 rows, index\.json records 30 images$"),
-        (
-            "label",
-            r"^.*/val/members\.npy: label 3 is out of range, with 3 classes \(val/000000\.tar\)$",
-        ),
-        (
-            "offset",
-            r"^.*/val/members\.npy: rows that point beyond the end of their shard"
-            r" \(val/000000\.tar\)$",
-        ),
-        ("shard", r"^.*/val/members\.npy: rows of shard 1 where those of shard 0 should be"),
-        ("no members", r"^.*/train/members\.npy: cannot be read \(No such file or directory\)$"),
-        ("pickle", r"^.*/train/members\.npy: cannot be read \(.*\)$"),
-        ("version", r"^.*/index\.json: format version 9, this program knows 1$"),
-        (
-            "half an index",
-            r"^.*/index\.json: is not as data/make_shards\.py writes it \(KeyError: 'val'\)$",
-        ),
-        (
-            "no checksums",
-            r"^.*/index\.json: is not as data/make_shards\.py writes it \(no sha256, or not of its"
-            r" type\)$",
-        ),
-        ("no JSON", r"^.*/index\.json: is damaged"),
-        ("no index", r"^DATA\.PATH is '.*': it has no index\.json; .*data/make_shards\.py --index"),
-    ],
-)
-def test_shards_that_are_not_as_they_were_made(shard_config, made, kind, message):
-    damage(made, kind)
-    assert re.search(message, refusal(build_data, data_config(shard_config)))
+INDEX = r"^.*/index\.json: "
+BY_US = INDEX + r"is not as data/make_shards\.py writes it "
+ROWS, VAL_ROWS = r"^.*/train/members\.npy: ", r"^.*/val/members\.npy: "
+DAMAGES = [  # what is done, what the line says
+    (
+        lambda made: os.truncate(made / "train/000001.tar", 1234),
+        r"^.*/train/000001\.tar: has 1,234 bytes, index\.json records \d+,\d+$",
+    ),
+    (
+        lambda made: (made / "val/000000.tar").unlink(),
+        r"^.*/val/000000\.tar: cannot be read \(No such file .*\), index\.json lists it$",
+    ),
+    (
+        lambda made: replace_rows(made, np.load(made / "train/members.npy")[1:]),
+        ROWS + r"has 29 rows, index\.json records 30 images$",
+    ),
+    (
+        lambda made: change_row(made, "label", 3),
+        VAL_ROWS + r"label 3 is out of range, with 3 classes \(val/000000\.tar\)$",
+    ),
+    (
+        lambda made: change_row(made, "offset", 10**9),
+        VAL_ROWS + r"rows that point beyond the end of their shard \(val/000000\.tar\)$",
+    ),
+    (
+        lambda made: change_row(made, "shard", 1),
+        VAL_ROWS + r"rows of shard 1 where those of shard 0 should be",
+    ),
+    (
+        lambda made: (made / "train/members.npy").unlink(),
+        ROWS + r"cannot be read \(No such file or directory\)$",
+    ),
+    (
+        lambda made: replace_rows(made, np.array([{}], object)),
+        ROWS + r"cannot be read \(.*\)$",
+    ),
+    (
+        lambda made: edit_index(made, lambda index: index.update(format_version=9)),
+        INDEX + r"format version 9, this program knows 1$",
+    ),
+    (
+        lambda made: edit_index(made, lambda index: index.pop("val")),
+        BY_US + r"\(KeyError: 'val'\)$",
+    ),
+    (
+        lambda made: edit_index(made, lambda index: index["train"]["shards"][1].pop("sha256")),
+        BY_US + r"\(no sha256, or not of its type\)$",
+    ),
+    (lambda made: (made / "index.json").write_text('{"format_version": 1,'), INDEX + "is damaged"),
+    (
+        lambda made: (made / "index.json").unlink(),
+        r"^DATA\.PATH is '.*': it has no index\.json; .*data/make_shards\.py --index",
+    ),
+]
 
 
-def test_shards_that_are_taken_for_folders(make_config, made):
-    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(made)})
-    assert refusal(load_sources, data_config(config)).endswith(
-        "; these are shards: DATA.DATASET shards"
-    )
+def test_shards_that_are_not_as_they_were_made(load, made, tmp_path):
+    for number, (damage, message) in enumerate(DAMAGES):
+        copy = shutil.copytree(made, tmp_path / f"damaged {number}")
+        damage(copy)
+        assert re.search(message, refusal(load, "shards", copy))
 
 
-def test_a_class_count_that_contradicts_the_shards(shard_config):
-    shard_config.MODEL.NUM_CLASSES = 2
-    assert refusal(build_data, data_config(shard_config)).startswith(
-        "MODEL.NUM_CLASSES is 2, the data has 3 classes"
-    )
+def test_shards_under_a_configuration_of_something_else(load, build, made):
+    assert refusal(load, "folder", made).endswith("; these are shards: DATA.DATASET shards")
+    message = refusal(build, {"MODEL.NUM_CLASSES": 2})
+    assert message.startswith("MODEL.NUM_CLASSES is 2, the data has 3 classes")
 
 
 # other programs' shards
@@ -446,22 +387,15 @@ def foreign(made, tmp_path):
     """The images of `made` in tars of our own names, with labels as .cls, .json, or both."""
     root, source = tmp_path / "foreign", load_shards(str(made)).train
     forms = [
-        lambda label: {"cls": str(label).encode()},
-        lambda label: {
-            "json": json.dumps({"label": label, "caption": "a b"}).encode(),
-            "txt": b"a b",
-        },
-        lambda label: {"cls": f"{label}\n".encode(), "json": b'{"url": "x"}', "seg.png": b"mask"},
+        lambda label: {"cls": b"%d" % label},
+        lambda label: {"json": b'{"label": %d, "caption": "a b"}' % label, "txt": b"a b"},
+        lambda label: {"cls": b"%d\n" % label, "json": b'{"url": "x"}', "seg.png": b"mask"},
     ]
     for number, form in enumerate(forms):
-        samples = [
-            {
-                "__key__": f"part/{i:03d}",
-                "PNG" if i % 2 else "png": source.read(i),
-                **form(int(source.targets[i])),
-            }
-            for i in range(10 * number, 10 * number + 10)
-        ]
+        samples = []
+        for i in range(10 * number, 10 * number + 10):
+            image = {"PNG" if i % 2 else "png": source.read(i)}
+            samples.append({"__key__": f"part/{i:03d}"} | image | form(int(source.targets[i])))
         write_tar(root / "train" / f"pics-{number}.tar", samples)
     shutil.copytree(root / "train", root / "val")
     return root
@@ -475,11 +409,8 @@ def test_the_index_of_foreign_shards(foreign, made):
     assert [ours.read(i) for i in range(30)] == [source.read(i) for i in range(30)]
     assert ours.targets.tolist() == source.targets.tolist()
     assert ours.name(11) == "train/pics-1.tar: part/011.PNG"
-    assert snapshot(foreign).keys() - before.keys() == {
-        "index.json",
-        "train/members.npy",
-        "val/members.npy",
-    }
+    new = {"index.json", "train/members.npy", "val/members.npy"}
+    assert snapshot(foreign).keys() - before.keys() == new
     assert index_shards(str(foreign), 0, True, 1) == index
     write_tar(foreign / "train/pics-3.tar", [])
     assert "was begun with tars 6, not 7" in refusal(index_shards, str(foreign), 0, True, 1)
@@ -488,25 +419,23 @@ def test_the_index_of_foreign_shards(foreign, made):
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"jpg": b"x"}, r"bad\.tar: k has no label: no \.cls, and no \.json with a \"label\"$"),
-        ({"jpg": b"x", "json": b'{"class": 1}'}, r"bad\.tar: k has no label"),
-        ({"jpg": b"x", "json": b'{"label'}, r"bad\.tar: k has no label"),
-        ({"jpg": b"x", "cls": b"cat"}, r"bad\.tar: k: label 'cat' is not an integer$"),
-        ({"jpg": b"x", "json": b'{"label": 1.5}'}, r"bad\.tar: k: label '1\.5' is not an integer$"),
-        (
-            {"jpg": b"x", "json": b'{"label": true}'},
-            r"bad\.tar: k: label 'True' is not an integer$",
-        ),
-        ({"jpg": b"x", "cls": b"-1"}, r"bad\.tar: k: label -1 is out of range"),
-        ({"jpg": b"x", "cls": b"7"}, r"bad\.tar: k: label 7 is out of range, with 5 classes$"),
-        ({"cls": b"1"}, r"bad\.tar: k has no image \(apng avif bmp .*\)$"),
-        ({"cls": b"1", "jpg": b"x", "png": b"x"}, r"bad\.tar: k has two images, \.jpg and \.png$"),
+        ({"jpg": b"x"}, r"k has no label: no \.cls, and no \.json with a \"label\"$"),
+        ({"jpg": b"x", "json": b'{"class": 1}'}, r"k has no label"),
+        ({"jpg": b"x", "json": b'{"label'}, r"k has no label"),
+        ({"jpg": b"x", "cls": b"cat"}, r"k: label 'cat' is not an integer$"),
+        ({"jpg": b"x", "json": b'{"label": 1.5}'}, r"k: label '1\.5' is not an integer$"),
+        ({"jpg": b"x", "json": b'{"label": true}'}, r"k: label 'True' is not an integer$"),
+        ({"jpg": b"x", "cls": b"-1"}, r"k: label -1 is out of range"),
+        ({"jpg": b"x", "cls": b"7"}, r"k: label 7 is out of range, with 5 classes$"),
+        ({"cls": b"1"}, r"k has no image \(apng avif bmp .*\)$"),
+        ({"cls": b"1", "jpg": b"x", "png": b"x"}, r"k has two images, \.jpg and \.png$"),
     ],
 )
 def test_foreign_samples_that_cannot_be_used(tmp_path, sample, message):
     for split in ("train", "val"):
         write_tar(tmp_path / split / "bad.tar", [{"__key__": "k", **sample}])
-    assert re.search(message, refusal(index_shards, str(tmp_path), 5, False, 1))
+    found = refusal(index_shards, str(tmp_path), 5, False, 1)
+    assert re.search(rf"bad\.tar: {message}", found)
 
 
 def test_foreign_tars_that_are_cut_off_anywhere_are_named(foreign):
@@ -516,9 +445,8 @@ def test_foreign_tars_that_are_cut_off_anywhere_are_named(foreign):
     for size in (member, member + 100, 5 * 512, 600, 0):
         path.write_bytes(whole[:size])
         message = refusal(index_shards, str(foreign), 0, False, 1)
-        assert re.match(
-            rf"{path}: is cut off or damaged (after part/\d+|from the beginning)", message
-        )
+        where = r"(after part/\d+|from the beginning)"
+        assert re.match(rf"{path}: is cut off or damaged {where}", message)
         (foreign / "plan.json").unlink()
     path.write_bytes(whole[:member] + b"garbage!" * 64 + whole[member:])
     assert "pics-1.tar: is cut off or damaged" in refusal(index_shards, str(foreign), 0, False, 1)
@@ -529,9 +457,8 @@ def test_foreign_tars_that_are_cut_off_anywhere_are_named(foreign):
 
 
 def test_foreign_labels_with_gaps_and_folders_without_tars(foreign, tmp_path):
-    assert refusal(index_shards, str(tmp_path / "nothing"), 0, False, 1).endswith(
-        "there is no train/*.tar"
-    )
+    message = refusal(index_shards, str(tmp_path / "nothing"), 0, False, 1)
+    assert message.endswith("there is no train/*.tar")
     write_tar(foreign / "train/pics-9.tar", [{"__key__": "k", "png": b"x", "cls": b"5"}])
     message = refusal(index_shards, str(foreign), 0, False, 1)
     assert "labels of train reach 5 but 2 below have no image, the first is 3" in message

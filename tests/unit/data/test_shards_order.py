@@ -44,14 +44,12 @@ def test_every_image_once_an_epoch_and_equal_steps_also_after_a_resume(
     samplers.WINDOW = window
     size, step = sum(counts), batch * world
     skip = data.draw(st.integers(0, size // step), "steps before the resume")
-    later = data.draw(
-        st.sampled_from([w for w in (1, 2, 3, 4, 8) if step % w == 0]), "ranks after the resume"
-    )
+    divisors = [ranks for ranks in (1, 2, 3, 4, 8) if step % ranks == 0]
+    later = data.draw(st.sampled_from(divisors), "ranks after the resume")
     before = [read(counts, streams, batch, rank, world) for rank in range(world)]
     assert {len(indices) for indices in before} == {size // step * batch}
-    seen = [
-        i for indices in before for own in workers_batches(indices, batch, workers) for i in own
-    ]
+    dealt = [workers_batches(indices, batch, workers) for indices in before]
+    seen = [i for rank in dealt for own in rank for i in own]
     assert len(seen) == len(set(seen)) > size - step
     assert set(seen) <= set(range(size))
     done = [i for indices in before for i in indices[: skip * batch]]
@@ -95,9 +93,8 @@ def test_within_a_segment_no_image_moves_further_than_a_window():
 
 def test_epochs_and_seeds_differ_and_the_order_is_mixed():
     counts = [50] * 20
-    orders = [
-        read(counts, 4, 10, 0, 1, epoch=epoch, seed=seed) for seed in (0, 1) for epoch in (0, 1)
-    ]
+    pairs = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [read(counts, 4, 10, 0, 1, epoch=epoch, seed=seed) for seed, epoch in pairs]
     assert len({tuple(order) for order in orders}) == 4
     assert orders[0] != sorted(orders[0])
     ascending = np.mean(np.diff(np.array(orders[0])[::4]) == 1)  # inside a segment

@@ -7,61 +7,42 @@ import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
+import shard_cases
+from shard_cases import snapshot
 
 from swinv2_moe import files
-from swinv2_moe.data.prepare import transfer_bar
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
-from swinv2_moe.data.sources import ImageArrays, Sources
 from swinv2_moe.errors import UserError
 
 
-@pytest.fixture
-def made(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
-    source = ImageArrays("noise", pixels, np.arange(40) % 4)
-    make_shards(
-        Sources(source, source, list("abcd")), str(tmp_path / "shards"), Options(shard_mb=0.02), 1
-    )
-    return tmp_path / "shards"
-
-
 def names(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    return set(snapshot(root))
 
 
 def refusal(source: Path, target: Path, **keys) -> str:
-    with pytest.raises(UserError) as caught:
-        stage(str(source), str(target), **keys)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return shard_cases.refusal(stage, str(source), str(target), **keys)
 
 
 def test_a_copy_is_the_same_and_is_timed(made, tmp_path):
     local = tmp_path / "disk/local"
     staged = stage(str(made), str(local))
-    assert names(local) == names(made) | {"staging.json"}
-    assert all((local / name).read_bytes() == (made / name).read_bytes() for name in names(made))
-    size = sum((made / name).stat().st_size for name in names(made) - {"index.json"})
+    copied = snapshot(local)
+    recorded = copied.pop("staging.json")
+    record = json.loads(recorded)
+    assert copied == snapshot(made)
+    size = sum(len(content) for name, content in copied.items() if name != "index.json")
     assert (staged.bytes, staged.kept, staged.shards) == (size, 0, len(list(made.rglob("*.tar"))))
-    record = json.loads((local / "staging.json").read_text())
-    assert record == {
-        "started": staged.started,
-        "seconds": staged.seconds,
-        "bytes": size,
-        "source_bytes": size,
-        "overlapped": False,
-    }
+    assert record.pop("bytes") == record.pop("source_bytes") == size
+    assert record.pop("overlapped") is False
+    assert record == {"started": staged.started, "seconds": staged.seconds}
     assert staged.seconds > 0
     assert len(load_shards(str(local)).train) == 40
     again = stage(str(made), str(local))
     assert (again.bytes, again.kept) == (0, staged.shards + 2)
     # what took time is still known
-    assert json.loads((local / "staging.json").read_text()) == record
+    assert (local / "staging.json").read_bytes() == recorded
 
 
 @pytest.mark.parametrize("trust", [False, True])
@@ -76,41 +57,29 @@ def test_only_what_is_missing_or_damaged_is_copied_again(made, tmp_path, trust):
     damaged.write_bytes(whole[:-2000] + bytes([1]) + whole[-1999:])
     (local / "val/.000000.tar.tmp").touch()  # of a copy that was killed
     again = stage(str(made), str(local), trust=trust)
-    sizes = [
-        (made / name).stat().st_size
-        for name in ("train/000001.tar", "val/000001.tar", "train/000002.tar")
-    ]
-    assert again.bytes == sum(sizes[: 2 if trust else 3])
+    copied = ["train/000001.tar", "val/000001.tar"] + ["train/000002.tar"] * (not trust)
+    assert again.bytes == sum((made / name).stat().st_size for name in copied)
     assert (damaged.read_bytes() == whole) is not trust
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "gone"])
 def test_a_damaged_shard_is_named_and_not_copied(made, tmp_path, how):
-    bad = made / "train/000001.tar"
+    bad, local = made / "train/000001.tar", tmp_path / "local"
     whole = bad.read_bytes()
+    half = whole[: len(whole) // 2]
+    says = "is damaged, it has not the size and the checksum that index.json records"
     if how == "gone":
         bad.unlink()
+        says = "cannot be read (No such file or directory)"
     else:
-        bad.write_bytes(
-            whole[: len(whole) // 2]
-            + (b"" if how == "cut" else bytes(len(whole) - len(whole) // 2))
-        )
-    message = refusal(made, tmp_path / "local", workers=2)
-    if how == "gone":
-        assert message == f"{bad}: cannot be read (No such file or directory)"
-    else:
-        assert (
-            message
-            == f"{bad}: is damaged, it has not the size and the checksum that index.json records"
-        )
-    assert not [
-        name for name in names(tmp_path / "local") if name == "train/000001.tar" or "tmp" in name
-    ]
+        bad.write_bytes(half if how == "cut" else half.ljust(len(whole), b"\0"))
+    assert refusal(made, local, workers=2) == f"{bad}: {says}"
+    assert not [name for name in names(local) if name == "train/000001.tar" or "tmp" in name]
     with pytest.raises(UserError, match="has no index"):
-        load_shards(str(tmp_path / "local"))
+        load_shards(str(local))
     bad.write_bytes(whole)
-    stage(str(made), str(tmp_path / "local"))
-    assert len(load_shards(str(tmp_path / "local")).train) == 40
+    stage(str(made), str(local))
+    assert len(load_shards(str(local)).train) == 40
 
 
 def test_a_disk_that_is_too_small_or_fills_up(made, tmp_path, monkeypatch):
@@ -133,9 +102,8 @@ def test_a_disk_that_is_too_small_or_fills_up(made, tmp_path, monkeypatch):
     assert message == f"{local}/train/000002.tar: cannot be written (No space left on device)"
     there = names(local)
     assert there >= {"train/000000.tar", "train/000001.tar"}
-    assert not [
-        name for name in there if name in ("train/000002.tar", "index.json") or "tmp" in name
-    ]
+    assert not there & {"train/000002.tar", "index.json"}
+    assert not [name for name in there if "tmp" in name]
     assert stage(str(made), str(local)).kept == len(there - {"arriving.json"})
 
 

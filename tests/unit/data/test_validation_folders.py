@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from swinv2_moe.config import data_config, load_config
+from swinv2_moe.config import load_config
 from swinv2_moe.data import build_data, images
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -20,14 +20,10 @@ def root(make_folder):
 
 
 @pytest.fixture
-def load(make_config, root):
+def load(make_data, root):
     """`load({"DATA.VAL_SPLIT": 0.1}, ...)`: the sources of `root`."""
-
-    def load(keys=None):
-        dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
-        return load_sources(data_config(make_config(dataset, keys or {})))
-
-    return load
+    dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
+    return lambda *keys: load_sources(make_data(dataset, *keys))
 
 
 def names(source) -> list[str]:
@@ -41,26 +37,23 @@ def test_val_is_used_without_a_line(load, root):
     assert names(sources.val)[0] == f"{root}/val/cat/0.png"
 
 
-@pytest.mark.parametrize("name", ["validation", "valid", "test"])
-def test_other_names_of_the_validation_folder(load, root, name):
-    os.rename(root / "val", root / name)
-    sources = load()
-    assert names(sources.val)[0] == f"{root}/{name}/cat/0.png"
-    assert sources.notes == (
-        f"{root} has no val/ folder: the images of {name}/ are used for validation",
-    )
+def test_other_names_of_the_validation_folder(load, root, make_data):
+    before = "val"
+    for name in ("validation", "valid", "test"):
+        os.rename(root / before, root / name)
+        before = name
+        sources = load()
+        assert names(sources.val)[0] == f"{root}/{name}/cat/0.png"
+        line = f"{root} has no val/ folder: the images of {name}/ are used for validation"
+        assert sources.notes == (line,)
+    section = make_data({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+    assert build_data(section).notes == (line,)
 
 
 def test_valid_comes_before_test(load, root):
     shutil.copytree(root / "val", root / "test")
     os.rename(root / "val", root / "valid")
     assert names(load().val)[0] == f"{root}/valid/cat/0.png"
-
-
-def test_the_line_is_part_of_the_data(load, root, make_config):
-    os.rename(root / "val", root / "valid")
-    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
-    assert build_data(data_config(config)).notes == load().notes
 
 
 def test_class_folders_that_differ_name_the_folder(load, root):
@@ -108,15 +101,14 @@ def test_a_split_of_few_images_keeps_one_on_each_side(load, root):
         load({"DATA.VAL_SPLIT": 0.1})
 
 
-@pytest.mark.parametrize("name", ["val", "validation", "valid"])
-def test_a_split_beside_validation_images_is_refused(load, root, name):
-    os.rename(root / "val", root / name)
-    with pytest.raises(UserError, match=f"DATA.VAL_SPLIT is 0.1: .* has validation .* {name}/"):
-        load({"DATA.VAL_SPLIT": 0.1})
-
-
-def test_a_split_leaves_test_alone(load, root):
-    os.rename(root / "val", root / "test")
+def test_a_split_beside_validation_images_is_refused(load, root):
+    before = "val"
+    for name in ("val", "validation", "valid"):
+        os.rename(root / before, root / name)
+        before = name
+        with pytest.raises(UserError, match=f"DATA.VAL_SPLIT is 0.1: .* has validation .* {name}/"):
+            load({"DATA.VAL_SPLIT": 0.1})
+    os.rename(root / "valid", root / "test")  # which is left alone
     assert names(load({"DATA.VAL_SPLIT": 0.1}).val)[0].startswith(f"{root}/train/")
 
 
@@ -188,14 +180,14 @@ def test_images_beside_each_other_say_what_to_do(load, root):
         load()
 
 
-def test_an_evaluation_needs_only_validation_images(make_config, root):
-    def load(path):
-        config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(path)})
-        return load_sources(data_config(config), validation_only=True)
+def test_an_evaluation_needs_only_validation_images(make_data, root, load):
+    def load_val(path):
+        section = make_data({"DATA.DATASET": "folder", "DATA.PATH": str(path)})
+        return load_sources(section, validation_only=True)
 
     shutil.rmtree(root / "train")
-    assert (len(load(root).train), names(load(root).val)[0]) == (0, f"{root}/val/cat/0.png")
-    assert names(load(root / "val").val) == names(load(root).val)
-    config = make_config({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+    found = load_val(root)
+    assert (len(found.train), names(found.val)[0]) == (0, f"{root}/val/cat/0.png")
+    assert names(load_val(root / "val").val) == names(found.val)
     with pytest.raises(UserError, match=r"has no train/ folder; found: val$"):
-        load_sources(data_config(config))
+        load()

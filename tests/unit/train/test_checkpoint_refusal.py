@@ -51,12 +51,7 @@ def refusal(trainer, directory):
         trainer.progress.step,
         trainer.progress.best_top1,
         trainer.step.scaler.updates,
-    ) == (
-        0,
-        0,
-        -1.0,
-        0,
-    )
+    ) == (0, 0, -1.0, 0)
     assert not trainer.step.optimizer.state
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -38,10 +38,7 @@ def test_a_run_without_a_best_one(run):
 
 
 def test_the_newest(run):
-    assert select_checkpoint(str(run), "latest") == (
-        str(run),
-        "the newest checkpoint of the run",
-    )
+    assert select_checkpoint(str(run), "latest") == (str(run), "the newest checkpoint of the run")
 
 
 @pytest.mark.parametrize(

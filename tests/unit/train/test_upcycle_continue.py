@@ -25,11 +25,7 @@ REGULARISED = {
 
 
 def continued(source):
-    return {
-        "MODEL.PRETRAINED": str(source),
-        "MODEL.UPCYCLE": True,
-        "MODEL.UPCYCLE_CONTINUE": True,
-    }
+    return {"MODEL.PRETRAINED": str(source), "MODEL.UPCYCLE": True, "MODEL.UPCYCLE_CONTINUE": True}
 
 
 def train_steps(trainer, count):
