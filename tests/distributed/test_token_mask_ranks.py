@@ -42,6 +42,15 @@ def check_masked_ranks(rank: int, strategy: ParallelStrategy) -> None:
                 )
 
 
+def check_capacity_of_the_fullest_rank(rank: int, strategy: ParallelStrategy) -> None:
+    """Of 8 tokens and 4 experts, an expert takes 2 of each rank's, also where a rank has only 2."""
+    layer = make_layer(group=make_expert_groups(2), strategy=strategy, capacity_factor=1.0)
+    with torch.no_grad():
+        layer.router.weight.zero_()  # every token chooses the first expert
+    layer(torch.randn([8, 2][rank], 6, dtype=torch.float64))
+    assert layer.last_routing.dropped_share == [0.75, 0.0][rank]
+
+
 def masked_ranks(rank: int) -> None:
     for strategy in (
         ParallelStrategy(),
@@ -49,6 +58,7 @@ def masked_ranks(rank: int) -> None:
         ParallelStrategy(pipeline_degree=2),
     ):
         check_masked_ranks(rank, strategy)
+        check_capacity_of_the_fullest_rank(rank, strategy)
 
 
 def test_masked_ranks(run_processes):

@@ -137,3 +137,17 @@ def test_a_directory_and_a_link_get_their_names(tmp_path: Path) -> None:
         replace_link(tmp_path / "latest", name)
         assert os.readlink(tmp_path / "latest") == name
     assert sorted(os.listdir(tmp_path)) == ["first", "latest", "second"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    calls = []
+
+    def recorded(name: str):
+        function = getattr(os, name)
+        return lambda *arguments: calls.append(name) or function(*arguments)
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, recorded(name))
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert calls == ["fsync", "replace", "fsync"]  # the file, its name, the folder

@@ -189,6 +189,7 @@ VALUES = {
     "white is zero": (tiff(row("<u2", 0, 32768, 65535), 16, 1, photometric=0), [255, 127, 0]),
     "12 bits": (tiff(PACKED, 12, 1), [0, 64, 128, 255]),
     "12 of 16 bits": (tiff(TWELVE, 16, 1, (281, 3, 4095)), [0, 64, 128, 255]),
+    "ten levels of 16 bits": (tiff(row("<u2", 0, 5, 9), 16, 1, (281, 3, 9)), [0, 128, 230]),
     "12 bits, PGM": (b"P5 4 1 4095\n" + row(">u2", 0, 1024, 2048, 4095), [0, 64, 128, 255]),
     "signed 16 bits": (tiff(row("<i2", 0, 9), 16, 2), "16-bit integers without the values of"),
     "signed 16 bits with a range": (

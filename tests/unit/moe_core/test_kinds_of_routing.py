@@ -302,3 +302,10 @@ def test_no_tokens(name):
     y, aux_loss = layer(torch.empty(0, N, M, dtype=torch.float64, requires_grad=True))
     assert y.shape == (0, N, M)
     (y.sum() + aux_loss).backward()
+
+
+def test_z_loss_of_expert_choice():
+    layer = make_layer("expert_choice", z_loss_weight=0.5)
+    x = tokens()
+    logits = x.flatten(0, 1) @ layer.router.weight.T
+    torch.testing.assert_close(layer(x)[1], 0.5 * logits.logsumexp(1).square().mean())

@@ -111,3 +111,9 @@ def test_shares_that_cannot_be(config, share, message):
     layer = make_layer(**config)
     with pytest.raises(ValueError, match=message):
         layer(torch.zeros(4, 6, dtype=torch.float64), random_share=share)
+
+
+def test_a_token_is_replaced_as_a_whole():
+    """No expert comes twice, as where a random choice stands beside one of the router."""
+    ids = with_random_choices(torch.tensor([[3, 1]]).repeat(NUM_TOKENS, 1), 8, 0.5)
+    assert (ids[:, 0] != ids[:, 1]).all()

@@ -178,3 +178,11 @@ def test_capacity_0_gives_no_row_and_zeros():
     )
     assert grad_rows.shape == (0, 16)
     assert torch.equal(grad_gates, torch.zeros(60, 2))
+
+
+def test_the_row_of_a_dropped_choice_is_not_read():
+    """Its slot is 0, and that row may hold NaN."""
+    rows, slots = torch.tensor([[float("nan")], [2.0]]), torch.tensor([[1], [0]])
+    kept = torch.tensor([[True], [False]])
+    for form in (reference.sum_rows, reference.plain_sum_rows):
+        assert form(rows, slots, kept, torch.ones(2, 1)).tolist() == [[2.0], [0.0]]
