@@ -7,7 +7,6 @@ published ratios."""
 import itertools
 import math
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -89,14 +88,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_counted_as_enumerated(case):
-    size, per_node, num_experts, r, degree, algorithm = case
-    strategy = ParallelStrategy(r, degree, algorithm, per_node)
-    found = volume(shape_of(num_experts, 16), size, strategy)
-    rows = enumerate_rows(size, per_node, num_experts, 16, strategy)
-    assert found.dispatch == replace(rows, intra=16 * rows.intra, inter=16 * rows.inter)
-    assert found.combine == found.dispatch
+def test_rows_are_counted_as_enumerated():
+    for case in CASES:
+        size, per_node, num_experts, r, degree, algorithm = case
+        strategy = ParallelStrategy(r, degree, algorithm, per_node)
+        found = volume(shape_of(num_experts, 16), size, strategy)
+        rows = enumerate_rows(size, per_node, num_experts, 16, strategy)
+        expected = replace(rows, intra=16 * rows.intra, inter=16 * rows.inter)
+        assert found.dispatch == found.combine == expected, case
 
 
 @pytest.mark.parametrize(
@@ -111,11 +110,9 @@ def test_weights_are_counted_as_enumerated(size, per_node, num_experts):
             (a, b) for a, b in itertools.permutations(range(size), 2) if a // block == b // block
         ]
         near = sum(a // per_node == b // per_node for a, b in pairs)
+        far = len(pairs) - near
         weights = volume(shape, size, ParallelStrategy(r, ranks_per_node=per_node)).weights
-        assert (weights.intra, weights.inter) == (
-            own * near / size,
-            own * (len(pairs) - near) / size,
-        )
+        assert (weights.intra, weights.inter) == (own * near / size, own * far / size)
         assert weights.intra_messages * size == 4 * near
 
 
@@ -128,10 +125,8 @@ def test_the_published_orders():
     for r in valid_r(num_experts, size):
         found = volume(shape, size, ParallelStrategy(r))
         if r == 0:
-            assert (found.dispatch.elements, found.weights.elements) == (
-                0,
-                parameters * (size - 1) / size,
-            )
+            assert found.dispatch.elements == 0
+            assert found.weights.elements == parameters * (size - 1) / size
         else:
             block = size // num_experts // r
             assert found.dispatch.elements == r * rows * (size - 1) / size
@@ -170,6 +165,7 @@ class _InTurn(torch.nn.Module):
 
 
 def compare_with_engine(rank, num_experts, per_node):
+    """Of 4 ranks in each strategy."""
     config = MoEConfig(16, 64, num_experts, capacity_factor=0.0, aux_loss="none")
     layer = MoELayer(config, dist.group.WORLD, router=_InTurn(num_experts))
     shape = LayerShape.of(config, tokens=16 * num_experts, training=False)
@@ -177,22 +173,48 @@ def compare_with_engine(rank, num_experts, per_node):
         with count_traffic(layer.group) as traffic, torch.no_grad():
             layer(torch.randn(shape.tokens, 16), strategy=strategy)
         expected = volume(shape, 4, strategy)
+        parts = (expected.dispatch, expected.combine, expected.weights)
         for near, name in ((True, "intra"), (False, "inter")):
             ranks = [other for other in range(4) if (other // per_node == rank // per_node) is near]
-            parts = (expected.dispatch, expected.combine, expected.weights)
             elements = sum(getattr(part, name) for part in parts)
             messages = sum(getattr(part, f"{name}_messages") for part in parts)
-            found = [
-                sum(counter[other] for other in ranks)
-                for counter in (traffic.elements, traffic.messages)
-            ]
-            assert found == [elements, messages], (strategy, name, found, elements, messages)
+            assert sum(traffic.elements[other] for other in ranks) == elements, (strategy, name)
+            assert sum(traffic.messages[other] for other in ranks) == messages, (strategy, name)
 
 
-@pytest.mark.parametrize("per_node", [2, 4])
-@pytest.mark.parametrize("num_experts", [1, 2, 4, 8])
-def test_the_engine_sends_what_the_model_counts(run_processes, num_experts, per_node):
-    run_processes(compare_with_engine, 4, num_experts, per_node)
+def calibrate_four_ranks_and_three(rank):
+    world = dist.group.WORLD
+    machine = calibrate(world, 2, torch.device("cpu"))
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, machine)
+    assert everyone == [machine] * 4
+    assert machine.intra != machine.inter  # two nodes of two ranks: links are told apart
+    group = dist.new_group([1, 2, 0])  # a group whose ranks are not the world's
+    if rank == 3:
+        return
+    for ranks_per_node in (1, 3, 8):
+        machine = calibrate(group, ranks_per_node, "cpu")
+        assert_measured(machine)
+        for link in (machine.intra, machine.inter):
+            assert 0 < link.latency < math.inf
+            assert 0 < link.bandwidth < math.inf
+        assert machine.intra == machine.inter  # one kind of link
+        everyone = [None] * 3
+        dist.all_gather_object(everyone, machine, group)
+        assert everyone == [machine] * 3
+    with pytest.raises(ValueError, match=r"ranks_per_node \(2\)"):
+        calibrate(group, 2, "cpu")
+
+
+def compare_and_calibrate(rank):
+    for num_experts in (1, 2, 4, 8):
+        for per_node in (2, 4):
+            compare_with_engine(rank, num_experts, per_node)
+    calibrate_four_ranks_and_three(rank)
+
+
+def test_the_engine_sends_what_the_model_counts_and_ranks_agree_on_a_machine(run_processes):
+    run_processes(compare_and_calibrate, 4)
 
 
 # --- time
@@ -201,12 +223,8 @@ def test_the_engine_sends_what_the_model_counts(run_processes, num_experts, per_
 def test_a_shape_from_a_configuration():
     config = MoEConfig(64, 256, 8, top_k=2, capacity_factor=0.5, output_bias=False)
     shape = LayerShape.of(config, tokens=128, element_size=4, training=False)
-    assert (shape.rows_per_expert, shape.top_k, shape.element_size, shape.training) == (
-        16,
-        2,
-        4,
-        False,
-    )
+    assert (shape.rows_per_expert, shape.top_k, shape.element_size) == (16, 2, 4)
+    assert not shape.training
     assert (shape.bias, shape.output_bias) == (True, False)
     assert LayerShape.of(replace(config, capacity_factor=1.25), 128).rows_per_expert == 32
 
@@ -301,6 +319,20 @@ def test_messages_of_an_exchange_share_the_delay():
     assert delayed.inter.seconds(0, 0) == 0
 
 
+def test_a_slow_reduce_scatter_delays_gradients_of_gathered_weights_alone():
+    """As gloo's, which takes longer than an all-gather."""
+    machine = PROFILES["h100"]
+    slow_sums = replace(machine, reduce_scatter=3.0)
+    shape = LayerShape(4096, 512, 2048, 8, 2, 1024.0)
+    gathered = ParallelStrategy(0, ranks_per_node=8)
+    forward = layer_time(machine, replace(shape, training=False), 8, gathered).gather
+    usual = layer_time(machine, shape, 8, gathered).gather
+    slow = layer_time(slow_sums, shape, 8, gathered).gather
+    assert slow - forward == pytest.approx(3 * (usual - forward))
+    sent = ParallelStrategy(1, ranks_per_node=8)
+    assert layer_time(slow_sums, shape, 8, sent) == layer_time(machine, shape, 8, sent)
+
+
 def test_nothing_is_sent_by_one_rank():
     time_alone = layer_time(A100, shape_of(4), 1, ParallelStrategy(1))
     assert (time_alone.exchange, time_alone.gather) == (0, 0)
@@ -361,55 +393,14 @@ def test_profiles_are_sane():
 
 
 def assert_measured(machine: Machine) -> None:
-    for rate in (
-        machine.flops,
-        machine.flops_fp32,
-        machine.memory_bandwidth,
-        machine.kernel_overhead,
-    ):
-        assert 0 < rate < math.inf
+    rates = (machine.flops, machine.flops_fp32, machine.memory_bandwidth, machine.kernel_overhead)
+    assert all(0 < rate < math.inf for rate in rates)
 
 
-def test_calibration_of_one_process_is_quick_and_sends_nothing():
-    start = time.perf_counter()
+def test_calibration_of_one_process_sends_nothing():
     machine = calibrate(None, 1, "cpu")
-    assert time.perf_counter() - start < 5  # alone 0.05 s; the bar is for busy machines
     assert_measured(machine)
     assert machine.intra.seconds(1, 2**30) == machine.inter.seconds(1, 2**30) == 0
-
-
-def calibrate_on(rank, ranks_per_node):
-    group = dist.new_group([1, 2, 0])  # a group whose ranks are not the world's
-    if ranks_per_node == 2:
-        with pytest.raises(ValueError, match=r"ranks_per_node \(2\)"):
-            calibrate(group, ranks_per_node, "cpu")
-        return
-    machine = calibrate(group, ranks_per_node, "cpu")
-    assert_measured(machine)
-    for link in (machine.intra, machine.inter):
-        assert 0 < link.latency < 1
-        assert 1e3 < link.bandwidth < 1e12
-    assert machine.intra == machine.inter  # one kind of link
-    everyone = [None] * 3
-    dist.all_gather_object(everyone, machine)
-    assert everyone == [machine] * 3
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 8])
-def test_calibration_agrees_on_all_ranks(run_processes, ranks_per_node):
-    run_processes(calibrate_on, 3, ranks_per_node)
-
-
-def calibrate_two_nodes(rank):
-    machine = calibrate(dist.group.WORLD, 2, torch.device("cpu"))
-    everyone = [None] * 4
-    dist.all_gather_object(everyone, machine)
-    assert everyone == [machine] * 4
-    assert machine.intra != machine.inter
-
-
-def test_calibration_tells_the_links_apart(run_processes):
-    run_processes(calibrate_two_nodes, 4)
 
 
 # --- published ratios: arXiv 2206.03382, table 2 and section 5.2; docs/explanation/planner.md
@@ -422,23 +413,13 @@ L2_BANDWIDTH = 7.2e12  # bytes/s: 5120 B a clock at 1.41 GHz, NVIDIA's A100 whit
 
 def paper_layer(size: int, tokens: int, dim: int) -> LayerShape:
     """K = 2, f = 1, two experts a GPU, H = M, fp16; a padded buffer, so no counts are exchanged."""
-    return LayerShape(
-        tokens,
-        dim,
-        dim,
-        2 * size,
-        2,
-        tokens / size,
-        bias=False,
-        output_bias=False,
-        counts_first=False,
-    )
+    options = {"bias": False, "output_bias": False, "counts_first": False}
+    return LayerShape(tokens, dim, dim, 2 * size, 2, tokens / size, **options)
 
 
 def exchange_share(size: int) -> float:
-    time = layer_time(
-        PAPER, paper_layer(size, 65536, 4096), size, ParallelStrategy(1, ranks_per_node=8)
-    )
+    shape = paper_layer(size, 65536, 4096)
+    time = layer_time(PAPER, shape, size, ParallelStrategy(1, ranks_per_node=8))
     return 100 * time.exchange / time.total
 
 
@@ -479,11 +460,8 @@ def predictions() -> dict[str, float]:
 
 def documented() -> dict[str, list[str]]:
     """Rows of the document's tables: the first cell, and the others."""
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in DOCUMENT.read_text().splitlines()
-        if line.startswith("| ")
-    ]
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
     return {cells[0]: cells[1:] for cells in rows}
 
 
@@ -495,9 +473,8 @@ def test_the_document_states_what_the_model_predicts():
         published, predicted, error = (
             float(cell.rstrip("%").replace("+", "")) for cell in rows[name][:3]
         )
-        assert found[name] == pytest.approx(
-            predicted, abs=0.0501 if "share" in name else 0.00501
-        ), name
+        rounding = 0.0501 if "share" in name else 0.00501
+        assert found[name] == pytest.approx(predicted, abs=rounding), name
         assert 100 * (found[name] / published - 1) == pytest.approx(error, abs=0.6), name
 
 
