@@ -1,15 +1,17 @@
-"""The order in which rows are sent, against plain enumeration."""
+"""The order in which rows are sent and received, against plain enumeration."""
 
 # W ranks, E experts, T tokens, K top-k, r hidden parts, d chunks
 
 import itertools
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_core.ops import make_plan
 from moe_core.parallel import ParallelStrategy, valid_r
 from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
+from moe_core.parallel.hierarchical import _transpose_blocks
 
 CASES = [
     (num_experts, r, degree, capacity)
@@ -28,8 +30,12 @@ def run_of(row: int, num_rows: int, num_sharers: int, degree: int) -> tuple[int,
     return unit // units, (unit % units + 1) // 2
 
 
-@pytest.mark.parametrize(("num_experts", "r", "degree", "capacity"), CASES)
-def test_rows_are_sent_as_enumerated(num_experts, r, degree, capacity):
+def test_rows_are_sent_as_enumerated():
+    for case in CASES:
+        check_sent_rows(*case)
+
+
+def check_sent_rows(num_experts, r, degree, capacity):
     torch.manual_seed(0)
     expert_ids = torch.rand(11, num_experts).argsort(1)[:, :2]
     plan = make_plan(expert_ids, num_experts, capacity)
@@ -73,3 +79,19 @@ def test_received_rows_are_sorted_by_expert():
     assert torch.equal(plan.slots.flatten()[order], torch.arange(num_rows))
     assert plan.offsets.tolist() == [6, 6, 12]
     assert plan.offsets.dtype == torch.int32
+
+
+@st.composite
+def tables(draw):
+    num_rows, num_columns = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    row = st.lists(st.integers(0, 4), min_size=num_columns, max_size=num_columns)
+    return torch.tensor(draw(st.lists(row, min_size=num_rows, max_size=num_rows)))
+
+
+@given(tables())
+def test_2dh_transposes_blocks(sizes):
+    rows = torch.arange(int(sizes.sum())).unsqueeze(1)
+    blocks = iter(rows.split(sizes.flatten().tolist()))
+    table = [[next(blocks) for _ in row] for row in sizes]
+    expected = torch.cat([block for column in zip(*table, strict=True) for block in column])
+    assert torch.equal(_transpose_blocks(rows, sizes), expected)

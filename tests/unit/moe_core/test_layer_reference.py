@@ -15,27 +15,20 @@ def tokens(num: int = 13, dim: int = 6, seed: int = 0) -> torch.Tensor:
     return torch.randn(num, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("router", ["linear", "cosine"])
-@pytest.mark.parametrize("normalize_gates", [True, False])
-@pytest.mark.parametrize("batch_prioritized", [True, False])
 @pytest.mark.parametrize("capacity_factor", [0.0, 1.25, 0.5, -1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_layer_equals_plain_torch(
-    top_k, capacity_factor, batch_prioritized, normalize_gates, router
-):
-    layer = make_layer(
-        top_k=top_k,
-        capacity_factor=capacity_factor,
-        batch_prioritized=batch_prioritized,
-        normalize_gates=normalize_gates,
-        router=router,
-    )
-    assert_equal_to_plain(layer, tokens())
+def test_layer_equals_plain_torch(top_k, capacity_factor):
+    for batch_prioritized in (True, False):
+        for options in ({"normalize_gates": False}, {"router": "cosine"}):
+            options |= {"top_k": top_k, "batch_prioritized": batch_prioritized}
+            layer = make_layer(capacity_factor=capacity_factor, **options)
+            assert_equal_to_plain(layer, tokens())
 
 
 @pytest.mark.parametrize(
     ("config", "call"),
     [
+        ({"top_k": 2}, {}),
         ({"num_experts": 1}, {}),
         ({"num_experts": 1, "router": "cosine", "capacity_factor": 0.5}, {}),
         ({"num_experts": 3, "top_k": 3, "capacity_factor": 0.0}, {}),
@@ -90,24 +83,19 @@ def test_non_contiguous_and_many_dimensional_input():
 def test_stride_0_output_gradient(dtype):
     layer = make_layer(dtype=dtype, model_dim=16, hidden_dim=32, top_k=2)
     x = tokens(dim=16).to(dtype).requires_grad_()
-    layer(x)[0].sum().backward()  # the gradient is an expanded 1
-    got = x.grad.clone(), layer.experts.w1.grad.clone(), layer.experts.b2.grad.clone()
-    x.grad = None
-    layer.zero_grad()
-    plain_forward(layer, x)[0].sum().backward()
-    torch.testing.assert_close(got, (x.grad, layer.experts.w1.grad, layer.experts.b2.grad))
-
-
-@pytest.mark.parametrize("capacity_factor", [0.0, 1.25, -1.0])
-@pytest.mark.parametrize("aux_loss", ["gshard", "load_importance", "none"])
-def test_zero_tokens(capacity_factor, aux_loss):
-    layer = make_layer(
-        capacity_factor=capacity_factor,
-        aux_loss=aux_loss,
-        batch_prioritized=True,
-        top_k=2,
-        gate_noise=1.0,
+    inputs = [x, layer.experts.w1, layer.experts.b2]
+    found, expected = (  # the gradient of a sum is an expanded 1
+        torch.autograd.grad(y.sum(), inputs) for y in (layer(x)[0], plain_forward(layer, x)[0])
     )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("capacity_factor", "aux_loss"), [(0.0, "gshard"), (1.25, "load_importance"), (-1.0, "none")]
+)
+def test_zero_tokens(capacity_factor, aux_loss):
+    options = {"aux_loss": aux_loss, "batch_prioritized": True, "top_k": 2, "gate_noise": 1.0}
+    layer = make_layer(capacity_factor=capacity_factor, **options)
     x = torch.zeros(3, 0, 6, dtype=torch.float64, requires_grad=True)
     y, aux = layer(x)
     (y.sum() + aux).backward()
@@ -121,7 +109,6 @@ def test_zero_tokens(capacity_factor, aux_loss):
 @pytest.mark.parametrize(
     "config",
     [
-        {"capacity_factor": 0.0},
         {"capacity_factor": 0.5, "top_k": 2, "batch_prioritized": True},
         {"capacity_factor": -1.0, "top_k": 3, "router": "cosine", "aux_loss": "load_importance"},
         {"capacity_factor": 0.0, "bias": False, "num_experts": 1},
@@ -137,9 +124,7 @@ def test_gradcheck_of_the_whole_layer(config):
         return functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
 
     inputs = (tokens(5, 3), *(p.detach().clone() for p in layer.parameters()))
-    # its 256-wide projection makes the full check take a minute
-    fast = layer.config.router == "cosine"
-    assert torch.autograd.gradcheck(forward, [i.requires_grad_() for i in inputs], fast_mode=fast)
+    assert torch.autograd.gradcheck(forward, [i.requires_grad_() for i in inputs], fast_mode=True)
 
 
 # Rounding of the inputs, of the hidden values and of the outputs, each half an ulp of the largest

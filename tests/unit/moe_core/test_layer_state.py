@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_core import MoEConfig, MoELayer, update_balance
+from moe_core import MoEConfig, MoELayer, WithoutExperts, ignore_experts, update_balance
 
 M, H, E = 16, 8, 4
 BIAS = MoEConfig(M, H, E, balance="bias", balance_rate=1e-3, num_shared_experts=1)
@@ -61,6 +61,17 @@ def test_the_load_belongs_to_this_process():
         assert torch.equal(twin.balance.load, layer.balance.load)
         twin.balance.load.zero_()
     assert layer.balance.load.sum() == 40
+
+
+def test_marks_for_distributed_data_parallel_hide_nothing_from_torch():
+    layer = MoELayer(BIAS)
+    for mark in (WithoutExperts, ignore_experts):
+        model = mark(layer)
+        assert model is layer
+        assert set(model.state_dict()) >= {name for name, _ in layer.named_parameters()}
+        assert "experts.w1" in model.state_dict()
+        # the experts of one process are copies that DistributedDataParallel averages
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -1,10 +1,11 @@
-"""Collectives of one rank, and the errors of those that fail."""
+"""Collectives of one rank, the errors of those that fail, and the names of groups of ranks."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, count_traffic
+from moe_core.parallel.make_groups import _ranks_name
 
 ALONE = Ranks(None, "rank 0 of 1", "within TIMEOUT")
 
@@ -54,3 +55,10 @@ def test_traffic_is_counted_within_the_block_alone():
     assert not traffic.messages
     with count_traffic(group) as again:
         assert again is not traffic
+
+
+def test_ranks_are_named():
+    for ranks, name in (
+        ([3], "3"), ([0, 1, 2, 3], "0-3"), ([1, 9, 17, 25], "1-25 by 8"), ([4, 5], "4-5")
+    ):  # fmt: skip
+        assert _ranks_name(ranks) == name

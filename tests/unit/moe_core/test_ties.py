@@ -1,4 +1,5 @@
-"""Of equal logits the lowest expert is chosen first, in every form of the router."""
+"""The choice of experts: of equal logits the lowest expert comes first, in every form of the
+router; NaN counts as infinity."""
 
 import math
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_core import MoEConfig, MoELayer
+from moe_core import MoEConfig, MoELayer, ops
 from moe_core.router import route
 
 VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf, math.nan])
@@ -52,3 +53,33 @@ def test_sigmoids_that_round_to_one_do_not_tie():
     config = MoEConfig(1, 1, 4, kernels="torch", gate_activation="sigmoid")
     ids = route(logits, config, 2, training=False).expert_ids
     assert ids.tolist() == [[2, 3]]
+
+
+def chosen(logits: torch.Tensor, top_k: int) -> list[list[int]]:
+    _, ids, _, _ = ops.route(logits, logits, top_k, False, "none", 0.0)
+    return ids.tolist()
+
+
+def test_of_equal_logits_the_lowest_index_is_chosen():
+    inf = torch.inf
+    logits = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [-inf, -inf, 0, -inf, 0]])
+    orders = [[1, 2, 3, 0, 4], [0, 1, 2, 3, 4], [2, 4, 0, 1, 3]]
+    for top_k in range(1, 6):
+        assert chosen(logits, top_k) == [order[:top_k] for order in orders]
+
+
+def test_nan_is_the_largest():
+    logits = torch.tensor([[0.0, torch.nan, torch.inf, 5.0], [0.0, torch.inf, torch.nan, 5.0]])
+    assert chosen(logits, 4) == [[1, 2, 3, 0], [1, 2, 3, 0]]
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist():
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for first in (0, 2):
+            logits = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+            logits[7, first:] = value
+            ids = chosen(logits, 3)
+            assert all(len(set(row)) == 3 for row in ids)
+            assert all(0 <= e < 5 for row in ids for e in row)
+            is_other = torch.arange(40) != 7
+            assert ids[:7] + ids[8:] == chosen(logits[is_other], 3)

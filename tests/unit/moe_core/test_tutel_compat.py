@@ -22,20 +22,6 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, MODEL_DIM)
 
 
-def is_padded(monkeypatch, case: dict, **call) -> bool:
-    """Whether a layer is computed on padded buffers."""
-    calls = []
-    usual = layer_module.padded_forward
-
-    def spy(*args):
-        calls.append(args)
-        return usual(*args)
-
-    monkeypatch.setattr(layer_module, "padded_forward", spy)
-    make_layer(case, moe)(tokens(2, 5), **call)
-    return bool(calls)
-
-
 # Activations
 
 
@@ -44,40 +30,34 @@ def dropout_of_gelu(p: float) -> tuple[nn.Dropout, object]:
     return dropout, lambda x: dropout(F.gelu(x))
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (F.relu, "relu"),
-        (torch.relu, "relu"),
-        (nn.ReLU(inplace=True), "relu"),
-        (lambda x: x.relu(), "relu"),
-        (nn.GELU(), "gelu"),
-        (lambda x: F.silu(x), "silu"),
-        (nn.SiLU(), "silu"),
-    ],
-)
-def test_known_activations(function, name):
-    assert recognise(function) == KnownActivation(name, 0.0)
+KNOWN = [
+    (F.relu, "relu"),
+    (torch.relu, "relu"),
+    (nn.ReLU(inplace=True), "relu"),
+    (lambda x: x.relu(), "relu"),
+    (nn.GELU(), "gelu"),
+    (lambda x: F.silu(x), "silu"),
+    (nn.SiLU(), "silu"),
+]
+UNKNOWN = [
+    torch.tanh,
+    lambda x: F.relu(x) * 2,
+    lambda x: F.relu(x + 1),
+    lambda x: F.relu(F.gelu(x)),
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda x: F.gelu(F.dropout(x, 0.5)),
+    lambda x: (F.relu(x), x)[1],
+    lambda x: x,
+    lambda x: F.relu(x) if x.shape[0] > 3 else x,
+    lambda x: F.dropout(F.relu(x), 1.0),
+    lambda x: missing(F.relu(x)),  # noqa: F821 - made later
+]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        torch.tanh,
-        lambda x: F.relu(x) * 2,
-        lambda x: F.relu(x + 1),
-        lambda x: F.relu(F.gelu(x)),
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: F.gelu(F.dropout(x, 0.5)),
-        lambda x: (F.relu(x), x)[1],
-        lambda x: x,
-        lambda x: F.relu(x) if x.shape[0] > 3 else x,
-        lambda x: F.dropout(F.relu(x), 1.0),
-        lambda x: missing(F.relu(x)),  # noqa: F821 - made later
-    ],
-)
-def test_other_activations_are_not_taken_for_a_known_one(function):
-    assert recognise(function) is None
+def test_known_activations_are_recognised_and_no_others():
+    for function, name in KNOWN:
+        assert recognise(function) == KnownActivation(name, 0.0), name
+    assert [recognise(function) for function in UNKNOWN] == [None] * len(UNKNOWN)
 
 
 def test_dropout_is_read_in_every_call():
@@ -103,22 +83,32 @@ def test_the_engine_drops_hidden_units():
     assert torch.allclose(dropped.mean(0), layer(x[:1], capacity_factor=0)[0], atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("case", "padded"),
-    [
-        ({}, False),
-        ({"experts": {"activation_fn": None}}, False),
-        ({"experts": {"activation_fn": dropout_of_gelu(0.1)[1]}}, False),
-        ({"experts": {"has_fc2_bias": False}}, False),
-        ({"gate": {"type": "cosine_top"}}, False),
-        ({"experts": {"activation_fn": torch.tanh}}, True),
-        ({"experts": {"output_dim": 8}}, True),
-        ({"layer": {"is_postscore": False}}, True),
-        ({"experts": {"type": "llama_ffn"}}, True),
-    ],
-)
-def test_which_form_computes(monkeypatch, case, padded):
-    assert is_padded(monkeypatch, case) == padded
+BY_THE_ENGINE = [
+    {},
+    {"experts": {"activation_fn": None}},
+    {"experts": {"activation_fn": dropout_of_gelu(0.1)[1]}},
+    {"experts": {"has_fc2_bias": False}},
+    {"gate": {"type": "cosine_top"}},
+]
+PADDED = [
+    {"experts": {"activation_fn": torch.tanh}},
+    {"experts": {"output_dim": 8}},
+    {"layer": {"is_postscore": False}},
+    {"experts": {"type": "llama_ffn"}},
+]
+
+
+def test_which_form_computes(monkeypatch):
+    calls = []
+    usual = layer_module.padded_forward
+    monkeypatch.setattr(
+        layer_module, "padded_forward", lambda *args: calls.append(1) or usual(*args)
+    )
+    for cases, expected in ((BY_THE_ENGINE, 0), (PADDED, 1)):
+        for case in cases:
+            calls.clear()
+            make_layer(case, moe)(tokens(2, 5))
+            assert len(calls) == expected, case
 
 
 def test_both_forms_agree(monkeypatch):
@@ -187,18 +177,14 @@ def test_experts_and_gates_described_in_older_ways():
     )
     assert layer(tokens(4)).shape == (4, MODEL_DIM)
     experts = {"type": "ffn", "hidden_size_per_expert": HIDDEN, "num_experts_per_device": 3}
+    gate, before = {"type": "top", "k": 1}, dict(experts)
+    moe.moe_layer(gate, MODEL_DIM, experts)
+    assert (gate, experts) == ({"type": "top", "k": 1}, before)  # descriptions are not changed
     with pytest.warns(FutureWarning, match="gate_type: use"):
         layer = moe.moe_layer("Top2Gate", MODEL_DIM, experts)
     assert layer.gates[0].top_k == 2
     with pytest.warns(FutureWarning, match="pad_samples has no effect"):
         moe.moe_layer({"type": "top"}, MODEL_DIM, experts, pad_samples=False)
-
-
-def test_descriptions_are_not_changed():
-    gate, experts = {"type": "top", "k": 1}, {"type": "ffn", "hidden_size_per_expert": HIDDEN}
-    moe.moe_layer(gate, MODEL_DIM, experts)
-    assert gate == {"type": "top", "k": 1}
-    assert experts == {"type": "ffn", "hidden_size_per_expert": HIDDEN}
 
 
 def test_each_gate_has_its_own_options():
@@ -295,33 +281,17 @@ def test_a_gate_of_the_user_with_the_engine():
         ({"experts": {"num_experts_per_device": 0}}, r"num_experts_per_device \(0\) must not"),
         ({"experts": {"num_experts_per_device": -2}}, r"\(-2\): the 1 ranks do not divide"),
         ({"experts": {"activation_fn_with_self": F.relu}}, "are both given"),
-        (
-            {"layer": {"parallel_type": "tensor"}},
-            r"parallel_type \('tensor'\) must be 'adaptive:R'",
-        ),
-        (
-            {"layer": {"is_gshard_loss": False}},
-            r"is_gshard_loss \(False\) needs gate_noise \(0.0\)",
-        ),
+        ({"layer": {"parallel_type": "tensor"}}, r"\('tensor'\) must be 'adaptive:R'"),
+        ({"layer": {"is_gshard_loss": False}}, r"\(False\) needs gate_noise \(0.0\)"),
         ({"layer": {"a2a_type": "x"}}, r"a2a_type \('x'\) is not an argument of moe_layer"),
+        ({"call": {"adaptive_r": 3}}, r"adaptive_r \(3\) must be one of 0, 1"),
+        ({"call": {"a2a_ffn_overlap_degree": 0}}, r"overlap_degree \(0\) must be at least 1"),
+        ({"call": {"capacity_factor": math.inf}}, r"capacity_factor \(inf\) must be finite"),
     ],
 )
 def test_bad_options_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        make_layer(change, moe)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"adaptive_r": 3}, r"adaptive_r \(3\) must be one of 0, 1"),
-        ({"a2a_ffn_overlap_degree": 0}, r"a2a_ffn_overlap_degree \(0\) must be at least 1"),
-        ({"capacity_factor": math.inf}, r"capacity_factor \(inf\) must be finite"),
-    ],
-)
-def test_bad_options_of_a_call_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        make_layer({}, moe)(tokens(4), **call)
+        make_layer(change, moe)(tokens(4), **change.get("call", {}))
 
 
 def test_other_errors():
@@ -360,32 +330,26 @@ def test_variables_of_the_environment(monkeypatch):
 # Dtypes and copies
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("activation", [F.relu, torch.tanh])
-def test_dtypes(dtype, activation):
-    layer = make_layer({"experts": {"activation_fn": activation}}, moe)
-    x = tokens(3, 5)
-    expected = layer(x)
-    layer = layer.to(dtype)
-    y = layer(x.to(dtype))
-    assert y.dtype == dtype
-    assert torch.allclose(y.float(), expected, atol=3e-2)
-    assert layer.gates[0].wg.weight.dtype == torch.float32  # fp32_gate
-    y = layer(x)  # of another dtype than the experts
-    assert y.dtype == torch.float32
-    y.sum().backward()
-    assert layer.experts.batched_fc1_w.grad.dtype == dtype
-
-
-@pytest.mark.parametrize("activation", [F.relu, torch.tanh])
-def test_autocast(activation):
+@pytest.mark.parametrize("activation", [F.relu, torch.tanh], ids=["engine", "padded"])
+def test_dtypes(activation):
     layer = make_layer({"experts": {"activation_fn": activation}}, moe)
     x = tokens(3, 5)
     expected = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.float32
-    assert torch.allclose(y, expected, atol=3e-2)
+    assert torch.allclose(y, expected, atol=3e-2)  # of values near 1, in bf16
+    for dtype in (torch.bfloat16, torch.float64):
+        layer = layer.to(dtype)
+        y = layer(x.to(dtype))
+        assert y.dtype == dtype
+        assert torch.allclose(y.float(), expected, atol=3e-2)
+        assert layer.gates[0].wg.weight.dtype == torch.float32  # fp32_gate
+        y = layer(x)  # of another dtype than the experts
+        assert y.dtype == torch.float32
+        layer.zero_grad()
+        y.sum().backward()
+        assert layer.experts.batched_fc1_w.grad.dtype == dtype
 
 
 def test_copies_are_independent():
@@ -429,10 +393,6 @@ def test_names_and_legacy_state_dicts(caplog):
     other.load_state_dict(legacy)
     assert "experts.batched_fc2_bias is missing and becomes 0" in caplog.text
     assert not other.experts.batched_fc2_bias.any()
-
-
-def test_another_number_of_experts_is_refused():
-    state = make_layer({}, moe).state_dict()
     larger = make_layer({"experts": {"num_experts_per_device": 4}}, moe)
     with pytest.raises(ValueError, match="_num_global_experts is 2, the layer has 4 experts"):
         larger.load_state_dict(state)
