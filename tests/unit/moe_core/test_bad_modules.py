@@ -1,5 +1,5 @@
-"""Modules, weights and arguments that do not fit a layer: one ValueError, before anything is read
-or written."""
+"""Configurations, modules, weights and arguments that do not fit a layer: one ValueError that names
+both values, before anything is read or written."""
 
 # N rows, E experts, M model dim, H hidden dim
 
@@ -99,25 +99,106 @@ def test_a_router_of_soft_moe_with_another_number_of_logits(slots_per_expert, nu
         layer(torch.randn(10, M))
 
 
+NAN, INF = float("nan"), float("inf")
+SOFT = {"router": "soft", "slots_per_expert": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"top_k": 1.5}, r"top_k \(1.5\) must be an integer of at least 1"),
+        ({"model_dim": 0}, r"model_dim \(0\) must be an integer of at least 1"),
+        ({"num_experts": -1}, "num_experts.*-1.*at least 1"),
         ({"num_experts": True}, r"num_experts \(True\) must be an integer"),
-        ({"hidden_dim": float("inf")}, r"hidden_dim \(inf\) must be an integer"),
-        (
-            {"slots_per_expert": 1.5, "router": "soft"},
-            r"slots_per_expert \(1.5\) must be an integer",
-        ),
+        ({"hidden_dim": INF}, r"hidden_dim \(inf\) must be an integer"),
+        ({"top_k": 0}, "top_k.*0.*at least 1"),
+        ({"top_k": 1.5}, r"top_k \(1.5\) must be an integer of at least 1"),
         ({"num_shared_experts": 0.5}, r"num_shared_experts \(0.5\) must be an integer"),
+        ({"num_shared_experts": -1}, "num_shared_experts"),
         ({"round_to": -1}, r"round_to \(-1\) must be an integer of at least 0"),
+        ({"router": "hash"}, "router.*hash.*linear, cosine"),
         ({"router": ["linear"]}, r"router \(\['linear'\]\) must be one of"),
+        ({"aux_loss": "z"}, "aux_loss.*z.*gshard"),
+        ({"aux_loss": "load_importance_tutel"}, "load_importance_tutel.*gate_noise.*0.0"),
+        ({"activation": "tanh"}, "activation.*tanh.*gelu"),
         ({"activation": None}, r"activation \(None\) must be one of"),
+        ({"gate_activation": "relu"}, "gate_activation"),
+        ({"balance": "none"}, "balance"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout.*1.0.*below 1"),
+        ({"input_jitter": -0.1}, "input_jitter.*-0.1.*at least 0"),
+        ({"gate_noise": -1.0}, "gate_noise.*-1.0.*negative"),
+        ({"gate_noise": NAN}, "gate_noise"),
+        ({"gate_noise": INF}, "gate_noise"),
+        ({"z_loss_weight": NAN}, "z_loss_weight"),
+        ({"init_std": 0.0}, "init_std"),
+        ({"init_std": -1.0}, "init_std"),
+        ({"init_std": NAN}, "init_std"),
+        ({"capacity_factor": NAN}, "capacity_factor.*nan.*finite"),
+        ({"choose_per_image": True}, "choose_per_image"),
+        ({"router": "soft"}, "slots_per_expert"),
+        ({"router": "soft", "slots_per_expert": -1}, "slots_per_expert"),
+        ({"router": "soft", "slots_per_expert": 1.5}, r"slots_per_expert \(1.5\) must be an int"),
+        (SOFT | {"balance": "bias"}, "balance"),
+        (SOFT | {"round_to": 8}, "round_to"),
+        ({"router": "expert_choice", "round_to": 8}, "round_to"),
+        ({"router": "expert_choice", "capacity_factor": 0.0}, "capacity_factor"),
+    ],
+    ids=str,
+)
+def test_configurations_that_cannot_be(options, says):
+    with pytest.raises(ValueError, match=says):
+        MoELayer(make_config(**options))
+
+
+@pytest.mark.parametrize(
+    ("x", "call", "says"),
+    [
+        (torch.zeros(3, 5), {}, "5.*16"),
+        (torch.tensor(1.0), {}, "x is 0-d.*model_dim"),
+        (torch.tensor(1.0), {"mask": torch.tensor(True)}, "x is 0-d.*model_dim"),
+        (torch.zeros(3, M, dtype=torch.int64), {}, "x has dtype torch.int64.*floating-point"),
+        ([[0.0] * M], {}, "x must be a tensor, not list"),
+        (torch.zeros(3, M), {"mask": [True] * 3}, "mask must be a tensor, not list"),
+        (torch.zeros(3, M), {"mask": torch.ones(3)}, "mask has dtype torch.float32.*bool"),
+        (torch.zeros(3, M), {"top_k": 0}, "top_k.*0.*1"),
+        (torch.zeros(3, M), {"capacity_factor": INF}, "capacity_factor.*inf.*finite"),
+        (torch.zeros(3, M), {"capacity_factor": NAN}, "capacity_factor.*nan.*finite"),
+    ],
+    ids=str,
+)
+def test_calls_that_cannot_be(x, call, says):
+    with pytest.raises(ValueError, match=says):
+        MoELayer(make_config())(x, **call)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "says"),
+    [
+        (3, r"num_experts \(4\) must be divisible by the expert-parallel size \(3\)"),
+        (6, r"num_experts \(4\) must be a divisor of the expert-parallel size \(6\)"),
+        (16, r"hidden_dim \(10\) must .* by the 4 ranks of one expert: num_experts \(4\).* of 16"),
+        (12, r"hidden_dim \(10\) must be divisible by the 3 ranks"),
     ],
 )
-def test_values_of_another_type(options, says):
+def test_experts_that_do_not_divide_over_the_ranks_name_both_values(group_size, says):
     with pytest.raises(ValueError, match=says):
-        make_config(**options)
+        make_config(hidden_dim=10).shard(0, group_size)
+
+
+def test_the_output_bias_is_cut_along_model_dim():
+    sizes = {"hidden_dim": 12, "model_dim": 7}
+    with pytest.raises(ValueError, match=r"model_dim \(7\) must be divisible by the 3 ranks"):
+        make_config(**sizes).shard(0, 12)
+    make_config(**sizes, output_bias=False).shard(0, 12)
+
+
+def test_experts_that_return_another_shape():
+    class Wide(nn.Module):
+        def forward(self, rows, offsets):
+            return rows.repeat(1, 2)
+
+    layer = MoELayer(make_config(capacity_factor=0.0), experts=Wide())
+    with pytest.raises(ValueError, match=r"\(13, 32\).*\(13, 16\)"):
+        layer(torch.randn(13, M))
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5])

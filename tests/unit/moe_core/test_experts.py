@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -98,23 +99,15 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("context", [nullcontext, prepared])
 @pytest.mark.parametrize("change", CHANGES)
-def test_evaluation_follows_every_change_of_the_parameters(change):
+def test_evaluation_follows_every_change_of_the_parameters(change, context):
+    """Also one between two prepared contexts."""
     experts = make_experts()
-    before = evaluated(experts)
-    change(experts)
-    after = evaluated(experts)
-    assert not torch.equal(after, before)
-    assert torch.equal(after, expected(experts))
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_evaluation_follows_a_change_between_two_prepared_contexts(change):
-    experts = make_experts()
-    with prepared(experts):
+    with context(experts):
         before = evaluated(experts)
     change(experts)
-    with prepared(experts):
+    with context(experts):
         after = evaluated(experts)
     assert not torch.equal(after, before)
     assert torch.equal(after, expected(experts))
@@ -126,11 +119,10 @@ def test_evaluation_follows_parameters_that_lie_where_others_lay():
     buffers_of = {name: bytearray(p.nbytes) for name, p in experts.named_parameters()}
     results = []
     for seed in range(2):
-        wanted = make_experts(seed)
-        parameters = {n: torch.frombuffer(b, dtype=torch.float32) for n, b in buffers_of.items()}
-        parameters = {
-            n: parameters[n].view_as(p).copy_(p.detach()) for n, p in wanted.named_parameters()
-        }
+        wanted, parameters = make_experts(seed), {}
+        for name, parameter in wanted.named_parameters():
+            place = torch.frombuffer(buffers_of[name], dtype=torch.float32)
+            parameters[name] = place.view_as(parameter).copy_(parameter.detach())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             results.append(torch.func.functional_call(experts, parameters, (ROWS, OFFSETS)))
         assert torch.equal(results[-1], evaluated(wanted))
@@ -149,18 +141,13 @@ def test_copies_last_within_the_context_and_not_beyond():
                 assert experts.weights(torch.bfloat16).w1 is copy_
             assert experts.weights(torch.bfloat16).w1 is copy_
         assert experts.weights(torch.bfloat16).w1 is experts.w1
+        with pytest.raises(RuntimeError, match="mine"), prepared(experts):
+            raise RuntimeError("mine")
+        assert experts.weights(torch.bfloat16).w1 is experts.w1
         reference = weakref.ref(copy_)
         del copy_
         gc.collect()
         assert reference() is None
-
-
-def test_an_error_ends_the_context():
-    experts = make_experts()
-    with pytest.raises(RuntimeError, match="mine"), prepared(experts):
-        raise RuntimeError("mine")
-    with torch.no_grad():
-        assert experts.weights(torch.bfloat16).w1 is experts.w1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,14 +214,11 @@ def test_a_traced_layer_computes_with_its_weights(warm):
     torch.testing.assert_close(traced(x)[0], layer(x)[0])
 
 
-def losses(layer: MoELayer, prune_: bool, steps: int = 3) -> list[float]:
-    if prune_:
-        prune.identity(layer.experts, "w1")
-        prune.identity(layer.experts, "b2")
+def losses(layer: MoELayer) -> list[float]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     found = []
-    for _ in range(steps):
+    for _ in range(3):
         loss = layer(x)[0].square().mean()
         found.append(loss.item())
         optimizer.zero_grad()
@@ -243,20 +227,15 @@ def losses(layer: MoELayer, prune_: bool, steps: int = 3) -> list[float]:
     return found
 
 
-def test_hooks_of_the_experts_run_before_their_weights_are_read():
+def test_hooks_of_the_experts_and_of_the_cosine_router_run_before_weights_are_read():
     """Pruning nothing changes nothing. It computes `w1` from `w1_orig` in a forward pre-hook."""
-    plain, pruned = (MoELayer(MoEConfig(8, 16, 2, capacity_factor=0.0)) for _ in range(2))
+    config = MoEConfig(8, 16, 2, router="cosine", capacity_factor=0.0)
+    plain, pruned = MoELayer(config), MoELayer(config)
     pruned.load_state_dict(plain.state_dict())
-    assert losses(pruned, True) == losses(plain, False)
-
-
-def test_hooks_of_the_cosine_router_s_projector_run():
-    plain, pruned = (
-        MoELayer(MoEConfig(8, 16, 2, router="cosine", capacity_factor=0.0)) for _ in range(2)
-    )
-    pruned.load_state_dict(plain.state_dict())
+    prune.identity(pruned.experts, "w1")
+    prune.identity(pruned.experts, "b2")
     prune.identity(pruned.router.projector, "weight")
-    assert losses(pruned, False) == losses(plain, False)
+    assert losses(pruned) == losses(plain)
 
 
 def test_memory_of_large_results_serves_the_next_ones():

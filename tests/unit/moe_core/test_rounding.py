@@ -167,8 +167,3 @@ def test_masked_tokens_fill_no_tile():
     expected = layer(x[mask])
     torch.testing.assert_close((y[mask], aux_loss), expected)
     assert not y[~mask].any()
-
-
-def test_a_negative_multiple_is_refused():
-    with pytest.raises(ValueError, match=r"round_to \(-128\) must be an integer of at least 0"):
-        MoEConfig(4, 4, 2, round_to=-128)
