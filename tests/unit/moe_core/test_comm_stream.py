@@ -13,17 +13,10 @@ from torch import Tensor
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.row_exchange import PendingExchange
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
+)
 
 
 def slow(tensor: Tensor) -> None:
@@ -106,14 +99,13 @@ def test_the_pipeline_gives_what_one_pass_gives(device):
         )
 
 
+def fail(tensor: Tensor) -> tuple[Tensor]:
+    raise ValueError("no such rank")
+
+
 @on_each_device
 def test_a_failure_is_raised_where_the_caller_waits(device):
-    stream = CommStream(concurrent=False)
-
-    def fail(tensor: Tensor) -> tuple[Tensor]:
-        raise ValueError("no such rank")
-
-    wait = stream.submit(fail, torch.ones(1, device=device))
+    wait = CommStream(concurrent=False).submit(fail, torch.ones(1, device=device))
     with pytest.raises(ValueError, match="no such rank"):
         wait()
 
@@ -141,13 +133,7 @@ def test_process_groups_run_at_the_same_time():
 
 def test_a_failure_ends_the_work_of_all_process_groups():
     stream = CommStream(concurrent=True)
-
-    def fail(tensor: Tensor) -> tuple[Tensor]:
-        raise ValueError("no such rank")
-
-    wait = stream.submit(fail, torch.ones(1), process_group=object())
-    with pytest.raises(ValueError, match="no such rank"):
-        wait()
-    wait = stream.submit(lambda tensor: (tensor,), torch.ones(1), process_group=object())
-    with pytest.raises(ValueError, match="no such rank"):
-        wait()
+    for function in (fail, lambda tensor: (tensor,)):
+        wait = stream.submit(function, torch.ones(1), process_group=object())
+        with pytest.raises(ValueError, match="no such rank"):
+            wait()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ffn_cases import ffn_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_programs import KernelProgram, raw, run_program
@@ -45,27 +46,7 @@ def problem(
     gated: bool = False,
 ) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor]:
     """rows, weights and offsets, as large as they are in a network."""
-    generator = torch.Generator().manual_seed(len(sizes) + model_dim)
-    num_experts = len(sizes)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    b1 = b2 = None
-    if bias:
-        b1, b2 = random(num_experts, hidden_dim), random(num_experts, model_dim)
-    w1 = random(num_experts, hidden_dim, model_dim) / model_dim**0.5
-    w2 = random(num_experts, hidden_dim, model_dim) / hidden_dim**0.5
-    rows = random(sum(sizes), model_dim).to(dtype)
-    offsets = torch.tensor(sizes).cumsum(0).int()
-    weights = ExpertWeights(w1, b1, w2, b2)
-    if gated:
-        w3 = random(num_experts, hidden_dim, model_dim) / model_dim**0.5
-        b3 = None
-        if bias:
-            b3 = random(num_experts, hidden_dim)
-        weights = weights._replace(w3=w3, b3=b3)
-    return rows, weights, offsets
+    return ffn_inputs(sizes, model_dim, hidden_dim, (dtype, torch.float32), bias, gated)[:3]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -93,8 +74,7 @@ def test_any_sizes_equal_the_specification(
 ):
     gated = gated or activation in GATED_ACTIVATIONS
     rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, bias, gated)
-    quantized = quantize_weights(weights, dtype, activation, kernels)
-    found = int8_ffn(rows, quantized, offsets, activation, kernels)
+    found = by_int8(rows, weights, offsets, activation, kernels)
     plain = quantize_weights(weights, dtype, activation, "torch")
     expected = reference.forward(Int8Inputs(rows, plain, offsets, activation, "torch"))
     assert_near(found, expected)
@@ -102,11 +82,8 @@ def test_any_sizes_equal_the_specification(
 
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(2500, 40), (40, 2500)])
 def test_sums_in_several_stretches(kernels, model_dim, hidden_dim):
-    rows, weights, offsets = problem([260, 1], model_dim, hidden_dim, torch.float32)
-    quantized = quantize_weights(weights, torch.float32, "relu", kernels)
-    plain = quantize_weights(weights, torch.float32, "relu", "torch")
-    expected = int8_ffn(rows, plain, offsets, "relu", "torch")
-    assert_near(int8_ffn(rows, quantized, offsets, "relu", kernels), expected)
+    case = (*problem([260, 1], model_dim, hidden_dim, torch.float32), "relu")
+    assert_near(by_int8(*case, kernels), by_int8(*case, "torch"))
 
 
 def test_integers_are_exact(kernels):
@@ -118,46 +95,42 @@ def test_integers_are_exact(kernels):
     w1[:, :, 2] = 127.0
     w2 = torch.eye(40, 70).unsqueeze(0)
     offsets = torch.tensor([30], dtype=torch.int32)
-    weights = ExpertWeights(w1, None, w2, None)
-    quantized = quantize_weights(weights, rows.dtype, "relu", kernels)
-    found = int8_ffn(rows, quantized, offsets, "relu", kernels)
+    found = by_int8(rows, ExpertWeights(w1, None, w2, None), offsets, "relu", kernels)
     hidden = (rows.double() @ w1[0].double().t()).relu()
     step = hidden.amax(1, keepdim=True) / 255  # of the bytes that the hidden layer becomes
     difference = (found[:, :40].double() - hidden).abs()
     assert bool((difference <= 0.501 * step + 1e-6 * hidden.abs()).all())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_stays_so(kernels, value):
-    rows, weights, offsets = problem([5, 4], 33, 20, torch.float32)
-    rows[3, 7] = value
-    found = int8_ffn(
-        rows, quantize_weights(weights, rows.dtype, "gelu", kernels), offsets, "gelu", kernels
-    )
-    is_finite = found.isfinite()
-    assert not is_finite[3].any()
-    assert is_finite[[0, 1, 2, 4, 5, 6, 7, 8]].all()
+def by_int8(rows, weights, offsets, activation: str, kernels: str) -> torch.Tensor:
+    quantized = quantize_weights(weights, rows.dtype, activation, kernels)
+    return int8_ffn(rows, quantized, offsets, activation, kernels)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["w1", "w2"])
-def test_weights_that_are_not_finite_have_no_finite_results(kernels, name, value):
-    rows, weights, offsets = problem([3, 4], 33, 65, torch.float32)
-    getattr(weights, name)[0, 7, 20] = value
-    for form in ("torch", kernels):
-        quantized = quantize_weights(weights, torch.float32, "gelu", form)
-        out = int8_ffn(rows, quantized, offsets, "gelu", form)
-        assert not out[:3].isfinite().all(1).any()
-        assert out[3:].isfinite().all()
+def test_what_is_not_finite_stays_so(kernels):
+    for value in (float("nan"), float("inf"), float("-inf")):
+        rows, weights, offsets = problem([5, 4], 33, 20, torch.float32)
+        rows[3, 7] = value
+        is_finite = by_int8(rows, weights, offsets, "gelu", kernels).isfinite()
+        assert not is_finite[3].any()
+        assert is_finite[[0, 1, 2, 4, 5, 6, 7, 8]].all()
+
+
+def test_weights_that_are_not_finite_have_no_finite_results(kernels):
+    for name, value in (("w1", float("inf")), ("w1", float("nan")), ("w2", float("nan"))):
+        rows, weights, offsets = problem([3, 4], 33, 65, torch.float32)
+        getattr(weights, name)[0, 7, 20] = value
+        for form in ("torch", kernels):
+            out = by_int8(rows, weights, offsets, "gelu", form)
+            assert not out[:3].isfinite().all(1).any()
+            assert out[3:].isfinite().all()
 
 
 def test_rows_of_equal_numbers_and_weights_of_zeros(kernels):
     rows, weights, offsets = problem([3], 20, 24, torch.float32)
     rows[:] = 0.25
     weights.w1[0, 3] = 0
-    found = int8_ffn(
-        rows, quantize_weights(weights, rows.dtype, "gelu", kernels), offsets, "gelu", kernels
-    )
+    found = by_int8(rows, weights, offsets, "gelu", kernels)
     assert_near(found, expert_ffn(rows, weights, offsets, kernels="torch"))
 
 
@@ -178,16 +151,11 @@ def layer_and_tokens(**settings) -> tuple[MoELayer, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize(("shared", "gated"), [(0, False), (1, True)])
-def test_the_layer_computes_in_int8_where_it_is_prepared(kernels, top_k, shared, gated):
-    layer, x = layer_and_tokens(
-        top_k=top_k,
-        num_shared_experts=shared,
-        gated=gated,
-        kernels=kernels,
-        int8_inference=True,
-    )
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 2, "num_shared_experts": 1, "gated": True}], ids=str
+)
+def test_the_layer_computes_in_int8_where_it_is_prepared(kernels, options):
+    layer, x = layer_and_tokens(kernels=kernels, int8_inference=True, **options)
     full = MoELayer(replace(layer.config, int8_inference=False)).eval()
     full.load_state_dict(layer.state_dict())
     with torch.no_grad():
@@ -276,8 +244,7 @@ def test_sums_that_leave_int32():
     weights = ExpertWeights(torch.ones(1, 1, size), None, torch.ones(1, 1, size), None)
     row = torch.ones(1, size)
     row[0, 0] = 0
-    packed = quantize_weights(weights, torch.float32, "relu")
-    out = int8_ffn(row, packed, ends, "relu")
+    out = by_int8(row, weights, ends, "relu", "auto")
     torch.testing.assert_close(out, torch.full_like(out, size - 1))
 
 
@@ -286,8 +253,7 @@ def test_rows_near_the_end_of_fp32(kernels):
     weights = ExpertWeights(torch.full((1, 4, 4), 0.5), None, torch.eye(4)[None], None)
     rows = torch.tensor([[3e38, -3e38, 1e38, 0.0], [1e38] * 4, [2e20, 0.0, 0.0, -1e20]])
     for name in (kernels, "torch"):
-        packed = quantize_weights(weights, torch.float32, "relu", name)
-        out = int8_ffn(rows, packed, torch.tensor([3], dtype=torch.int32), "relu", name)
+        out = by_int8(rows, weights, torch.tensor([3], dtype=torch.int32), "relu", name)
         step = (rows.amax(1) / 255 - rows.amin(1) / 255).unsqueeze(1)
         expected = (rows * 0.5).sum(1, keepdim=True).expand_as(out)
         assert ((out - expected).abs() <= 2 * step + 1e-2 * expected).all(), name

@@ -48,17 +48,18 @@ def reference(layer: MoELayer, norm: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("normalize_gates", [True, False])
-@pytest.mark.parametrize("num_shared_experts", [0, 1])
-@pytest.mark.parametrize("gate_activation", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_equals_plain_torch(top_k, gate_activation, num_shared_experts, normalize_gates):
-    layer, norm = make(
-        top_k=top_k,
-        gate_activation=gate_activation,
-        num_shared_experts=num_shared_experts,
-        normalize_gates=normalize_gates,
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 1},
+        {"top_k": 2, "normalize_gates": False},
+        {"top_k": 1, "gate_activation": "sigmoid", "num_shared_experts": 1},
+        {"top_k": 2, "gate_activation": "sigmoid"},
+    ],
+    ids=str,
+)
+def test_equals_plain_torch(options):
+    layer, norm = make(**options)
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(15, 8, dtype=torch.float64)
     inputs = [x, *layer.parameters(), *norm.parameters()]

@@ -28,14 +28,10 @@ FIRST = torch.zeros(3, dtype=torch.long)
 
 def plain_load_loss(clean: list[list[float]], threshold: list[float], std: float) -> float:
     """arXiv 1701.06538, appendix A, in Python numbers."""
-    columns = list(zip(*clean, strict=True))
-    load = [
-        sum(
-            0.5 * math.erfc((t - c) / (std * math.sqrt(2)))
-            for c, t in zip(column, threshold, strict=True)
-        )
-        for column in columns
-    ]
+    load = []
+    for column in zip(*clean, strict=True):
+        margins = [t - c for c, t in zip(column, threshold, strict=True)]
+        load.append(sum(0.5 * math.erfc(margin / (std * math.sqrt(2))) for margin in margins))
     mean = sum(load) / len(load)
     return sum((x - mean) ** 2 for x in load) / (len(load) - 1) / (mean**2 + 1e-10)
 
@@ -48,23 +44,19 @@ def test_three_tokens_by_hand_gshard_and_importance():
     assert squared_variation(probs.sum(0)).item() == pytest.approx(0.5 / 1.5**2)
     # without noise every clean logit at or above the largest one counts: loads 3 and 1 (the tie of
     # token 2)
-    assert squared_variation(expected_load(LOGITS, LOGITS.amax(1), 0.0)).item() == pytest.approx(
-        2 / 2**2
-    )
+    load = expected_load(LOGITS, LOGITS.amax(1), 0.0)
+    assert squared_variation(load).item() == pytest.approx(2 / 2**2)
 
 
-@pytest.mark.parametrize("num_experts", [1, 2, 5])
-def test_gshard_is_1_when_balanced_and_e_when_collapsed(num_experts):
-    ids = torch.arange(num_experts * 3) % num_experts
-    uniform = torch.full((num_experts * 3, num_experts), 1 / num_experts)
-    assert gshard_loss(gshard_sums(uniform, ids), len(ids)).item() == pytest.approx(1)
-    collapsed = torch.eye(num_experts)[torch.zeros(7, dtype=torch.long)]
-    assert gshard_loss(
-        gshard_sums(collapsed, torch.zeros(7, dtype=torch.long)), 7
-    ).item() == pytest.approx(num_experts)
-
-
-def test_importance_and_load_are_0_when_balanced_and_e_when_collapsed():
+def test_losses_when_balanced_and_collapsed():
+    """GShard's is 1 and E, those of importance and load are 0 and E."""
+    for num_experts in (1, 2, 5):
+        ids = torch.arange(num_experts * 3) % num_experts
+        uniform = torch.full((num_experts * 3, num_experts), 1 / num_experts)
+        assert gshard_loss(gshard_sums(uniform, ids), len(ids)).item() == pytest.approx(1)
+        first = torch.zeros(7, dtype=torch.long)
+        collapsed = gshard_sums(torch.eye(num_experts)[first], first)
+        assert gshard_loss(collapsed, 7).item() == pytest.approx(num_experts)
     assert squared_variation(torch.full((4,), 3.0)) == 0
     assert squared_variation(torch.tensor([8.0, 0, 0, 0])).item() == pytest.approx(4)
 
@@ -77,34 +69,25 @@ def test_load_loss_equals_its_formula(top_k, std):
     noisy = clean + std * torch.randn(17, 4, dtype=torch.float64, generator=generator)
     threshold = noisy.sort(1, descending=True).values[:, top_k - 1]
     expected = plain_load_loss(clean.tolist(), threshold.tolist(), std)
-    assert squared_variation(expected_load(clean, threshold, std)).item() == pytest.approx(
-        expected, rel=1e-12
-    )
+    load = squared_variation(expected_load(clean, threshold, std)).item()
+    assert load == pytest.approx(expected, rel=1e-12)
     ids = noisy.topk(top_k).indices
-    both = auxiliary_loss(
-        "load_importance",
-        expert_sums("load_importance", RoutingScores(clean, noisy, noisy.softmax(1), ids, std)),
-        17,
-    )
+    scores = RoutingScores(clean, noisy, noisy.softmax(1), ids, std)
+    both = auxiliary_loss("load_importance", expert_sums("load_importance", scores), 17)
     importance = squared_variation(clean.softmax(1).sum(0)).item()
     assert both.item() == pytest.approx((importance + expected) / 2, rel=1e-12)
 
 
 def test_tutel_variant_compares_probabilities_with_a_logit():
-    clean, noisy = (
-        LOGITS,
-        LOGITS + torch.tensor([[0.1, -0.2], [0.0, 0.3], [0.2, 0.1]], dtype=torch.float64),
-    )
+    noise = torch.tensor([[0.1, -0.2], [0.0, 0.3], [0.2, 0.1]], dtype=torch.float64)
+    clean, noisy = LOGITS, LOGITS + noise
     probs = clean.softmax(1)
-    expected = plain_load_loss(probs.tolist(), noisy.amax(1).tolist(), 0.5)
-    ids = noisy.topk(1).indices
-    sums = expert_sums(
-        "load_importance_tutel", RoutingScores(clean, noisy, noisy.softmax(1), ids, 0.5)
-    )
-    loss = auxiliary_loss("load_importance_tutel", sums, 3)
-    assert loss.item() == pytest.approx(
-        (squared_variation(probs.sum(0)).item() + expected) / 2, rel=1e-12
-    )
+    load = plain_load_loss(probs.tolist(), noisy.amax(1).tolist(), 0.5)
+    scores = RoutingScores(clean, noisy, noisy.softmax(1), noisy.topk(1).indices, 0.5)
+    sums = expert_sums("load_importance_tutel", scores)
+    importance = squared_variation(probs.sum(0)).item()
+    loss = auxiliary_loss("load_importance_tutel", sums, 3).item()
+    assert loss == pytest.approx((importance + load) / 2, rel=1e-12)
 
 
 def test_load_loss_tends_to_its_no_noise_limit():
@@ -157,9 +140,8 @@ def test_reduced_sums_give_the_loss_of_all_tokens(kind):
 
     def sums(part: slice) -> torch.Tensor:
         probs = noisy[part].softmax(1)
-        return expert_sums(
-            kind, RoutingScores(clean[part], noisy[part], probs, probs.topk(2).indices, 1.0)
-        )
+        scores = RoutingScores(clean[part], noisy[part], probs, probs.topk(2).indices, 1.0)
+        return expert_sums(kind, scores)
 
     messages = []
 
@@ -177,13 +159,8 @@ def test_reduced_sums_give_the_loss_of_all_tokens(kind):
     )
 
 
-def test_no_loss_needs_no_message():
-    assert auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=None) == 0
-    assert (
-        auxiliary_loss("none", torch.zeros(2, 4), 3, reduce=lambda message: pytest.fail("sent"))
-        == 0
-    )
-
-
-def test_reduced_loss_of_no_token_anywhere_is_0():
-    assert auxiliary_loss("gshard", torch.zeros(2, 4), 0, reduce=lambda message: message) == 0
+def test_losses_of_nothing_are_0():
+    nothing = torch.zeros(2, 4)
+    for reduce in (None, lambda message: pytest.fail("no loss needs no message")):
+        assert auxiliary_loss("none", nothing, 3, reduce=reduce) == 0
+    assert auxiliary_loss("gshard", nothing, 0, reduce=lambda message: message) == 0
