@@ -135,19 +135,25 @@ def test_a_compiler_that_was_killed_leaves_nothing_to_load(home):
     assert compiled() == 1
 
 
-def test_a_directory_that_others_can_write_in_is_not_used(home, temporary):
+# Directories that are not used; those of the temporary files serve in their place.
+
+
+def own_temporary(temporary: Path) -> Path:
+    return temporary / f"moe_core-{os.getuid()}"
+
+
+def test_a_directory_that_others_can_write_in(home, temporary):
     home.mkdir(mode=0o700)
     home.chmod(0o777)
     (home / NAME).write_bytes(b"a stranger's")
     assert compiled() == 1
-    assert (temporary / f"moe_core-{os.getuid()}" / NAME).exists()
+    assert (own_temporary(temporary) / NAME).exists()
     assert (home / NAME).read_bytes() == b"a stranger's"
 
 
-def test_the_directory_of_another_user_is_not_used(home, temporary, monkeypatch):
+def test_the_directory_of_another_user(home, temporary, monkeypatch):
     home.mkdir(mode=0o700)
-    theirs, owner = os.lstat(home), Mock()
-    owner.st_mode, owner.st_uid = theirs.st_mode, os.getuid() + 1
+    owner = Mock(st_mode=os.lstat(home).st_mode, st_uid=os.getuid() + 1)
     lstat = Path.lstat
     monkeypatch.setattr(Path, "lstat", lambda path: owner if path == home else lstat(path))
     assert cache_directory().parent == temporary
@@ -158,31 +164,25 @@ def test_a_link_in_the_place_of_the_temporary_directory_is_not_followed(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (temporary / f"moe_core-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    directory = cache_directory()
-    assert stat.S_ISDIR(directory.lstat().st_mode)
+    own_temporary(temporary).symlink_to(tmp_path / "elsewhere")
+    assert stat.S_ISDIR(cache_directory().lstat().st_mode)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_where_a_cache_cannot_be_written_processes_share_a_temporary_one(
-    temporary, tmp_path, monkeypatch
-):
-    (tmp_path / "moe_core").write_text("a file, where a directory should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_cache_that_cannot_be_written_and_a_user_without_a_home(home, temporary, monkeypatch):
+    """Processes share a temporary directory."""
+    home.write_text("a file, where a directory should be")
     first, second = cache_directory(), cache_directory()
     assert first == second
     assert first.parent == temporary
     assert first.stat().st_mode & 0o077 == 0
-
-
-def test_a_user_without_a_home_gets_a_directory(temporary, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
-    assert cache_directory().parent == temporary
+    assert cache_directory() == first
 
 
-def test_a_temporary_directory_of_another_user_is_not_used(temporary, monkeypatch):
+def test_a_temporary_directory_of_another_user(temporary, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     other = os.getuid() + 1
     (temporary / f"moe_core-{other}").mkdir()
@@ -193,14 +193,13 @@ def test_a_temporary_directory_of_another_user_is_not_used(temporary, monkeypatc
 def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
     home, monkeypatch, caplog
 ):
-    monkeypatch.setattr(
-        native_library,
-        "_compiled",
-        lambda instructions: compiled_library(NAME, lambda path: path.write_bytes(b"")),
-    )
+    def compiled_empty(instructions):
+        return compiled_library(NAME, lambda path: path.write_bytes(b""))
+
+    monkeypatch.setattr(native_library, "_compiled", compiled_empty)
     monkeypatch.setattr(native_library, "sets_of_cpu", lambda: instruction_sets.SETS[:1])
-    with caplog.at_level(logging.WARNING, "moe_core"):
-        assert native_library.chosen.__wrapped__() is None
+    caplog.set_level(logging.WARNING, "moe_core")
+    assert native_library.chosen.__wrapped__() is None
     assert len(caplog.records) == 1
     assert compiled() == 1
 

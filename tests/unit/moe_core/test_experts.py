@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -39,22 +40,22 @@ def expected(experts: Experts) -> torch.Tensor:
     return evaluated(fresh)
 
 
-def step(experts: Experts, fused: bool = False) -> None:
-    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1, fused=fused)
+def step(experts: Experts, **options) -> None:
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=0.1, **options)
     experts(ROWS, OFFSETS).square().sum().backward()
     optimizer.step()
 
 
-def fused_step(experts: Experts) -> None:
-    step(experts, fused=True)
+def step_without_a_pass(experts: Experts) -> None:
+    """Its gradients are of an earlier pass: no pass with gradients comes between two
+    evaluations."""
+    for parameter in experts.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(experts.parameters(), lr=0.1, fused=True).step()
 
 
-def load(experts: Experts) -> None:
-    experts.load_state_dict(make_experts(1).state_dict())
-
-
-def assign(experts: Experts) -> None:
-    experts.load_state_dict(make_experts(1).state_dict(), assign=True)
+def load(experts: Experts, **options) -> None:
+    experts.load_state_dict(make_experts(1).state_dict(), **options)
 
 
 def write_in_place(experts: Experts) -> None:
@@ -74,33 +75,21 @@ def write_data(experts: Experts) -> None:
     experts.w1.data.mul_(2)  # leaves no trace, neither in versions nor in addresses
 
 
-def fused_step_in_evaluation(experts: Experts) -> None:
-    """Its gradients are of an earlier pass, so that no pass with gradients comes between two
-    evaluations."""
-    fused_optimizer(experts).step()
-
-
-def fused_optimizer(experts: Experts) -> torch.optim.Optimizer:
-    for parameter in experts.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    return torch.optim.AdamW(experts.parameters(), lr=0.1, fused=True)
-
-
-CHANGES = [
-    step,
-    fused_step,
-    fused_step_in_evaluation,
-    load,
-    assign,
-    write_in_place,
-    write_state,
-    replace_data,
-    write_data,
-]
+CHANGES = {
+    "step": step,
+    "fused step": partial(step, fused=True),
+    "step without a pass": step_without_a_pass,
+    "load": load,
+    "assign": partial(load, assign=True),
+    "write in place": write_in_place,
+    "write state": write_state,
+    "replace data": replace_data,
+    "write data": write_data,
+}
 
 
 @pytest.mark.parametrize("context", [nullcontext, prepared])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_evaluation_follows_every_change_of_the_parameters(change, context):
     """Also one between two prepared contexts."""
     experts = make_experts()

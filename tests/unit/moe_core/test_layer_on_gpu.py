@@ -9,6 +9,7 @@ import torch
 from moe_cases import make_layer, plain_forward, route_by_torch, route_by_triton
 from triton_cases import captured
 
+from moe_core import MoELayer
 from moe_core.ops import DispatchPlan, backend, combine, dispatch, make_plan
 
 pytestmark = [
@@ -25,24 +26,21 @@ SHAPES = [
 ROUTINGS = [
     {"capacity_factor": 0.0},
     {
-        "capacity_factor": 1.0,
-        "top_k": 2,
-        "batch_prioritized": True,
-        "aux_loss": "load_importance",
-        "gate_noise": 1.0,
+        "capacity_factor": 1.0, "top_k": 2, "batch_prioritized": True,
+        "aux_loss": "load_importance", "gate_noise": 1.0,
     },
-]
+]  # fmt: skip
+
+
+def layer_of(routing: dict, kernels: str, shape: dict = SHAPES[0]) -> MoELayer:
+    return make_layer(dtype=torch.float32, kernels=kernels, **routing, **shape).cuda()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("capacity_factor", [0.0, 0.5])
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("top_k", "capacity_factor"), [(1, 0.0), (2, 0.5)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_equals_plain_torch(shape, top_k, capacity_factor, kernels):
-    layer = make_layer(
-        dtype=torch.float32, top_k=top_k, capacity_factor=capacity_factor, kernels=kernels, **shape
-    )
-    layer = layer.cuda()
+    layer = layer_of({"top_k": top_k, "capacity_factor": capacity_factor}, kernels, shape)
     x = torch.randn(200, shape["model_dim"], device="cuda").requires_grad_()
     expected, _ = plain_forward(layer, x)
     (expected_grad,) = torch.autograd.grad(expected.sum(), x)
@@ -72,7 +70,7 @@ def skip_if_torch_reads_back(kernels: str) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_a_step_reads_nothing_back(routing, kernels):
     skip_if_torch_reads_back(kernels)
-    layer = make_layer(dtype=torch.float32, kernels=kernels, **routing, **SHAPES[0]).cuda()
+    layer = layer_of(routing, kernels)
     x = torch.randn(200, 64, device="cuda").requires_grad_()
 
     def step() -> None:
@@ -93,9 +91,7 @@ def test_a_step_reads_nothing_back(routing, kernels):
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_a_step_replays_from_a_cuda_graph(routing, kernels):
     skip_if_torch_reads_back(kernels)
-    layer = make_layer(
-        dtype=torch.float32, kernels=kernels, **{**routing, "gate_noise": 0.0}, **SHAPES[0]
-    ).cuda()
+    layer = layer_of(routing | {"gate_noise": 0.0}, kernels)
     x = torch.randn(200, 64, device="cuda")
 
     def step() -> torch.Tensor:
@@ -117,9 +113,7 @@ def test_a_step_replays_from_a_cuda_graph(routing, kernels):
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_compiled_with_triton_equals_eager(routing, mode):
     torch.compiler.reset()
-    layer = make_layer(
-        dtype=torch.float32, kernels="triton", **{**routing, "gate_noise": 0.0}, **SHAPES[0]
-    ).cuda()
+    layer = layer_of(routing | {"gate_noise": 0.0}, "triton")
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     x = torch.randn(200, 64, device="cuda").requires_grad_()
     outcomes = []
@@ -136,9 +130,8 @@ def test_routing_and_plan_at_size_equal_torch(sizes):
     num_tokens, num_experts, top_k = sizes
     generator = torch.Generator("cuda").manual_seed(0)
     # fp64: no two of these logits round to one probability
-    logits = torch.randn(
-        num_tokens, num_experts, device="cuda", dtype=torch.float64, generator=generator
-    )
+    like = {"device": "cuda", "dtype": torch.float64, "generator": generator}
+    logits = torch.randn(num_tokens, num_experts, **like)
     for loss in ("gshard", "load_importance"):
         got, expected = (
             function(logits, logits, top_k, top_k > 1, loss, 0.1)
@@ -146,17 +139,11 @@ def test_routing_and_plan_at_size_equal_torch(sizes):
         )
         torch.testing.assert_close(got, expected)
     ids, priority = expected[1], expected[2].amax(1)
-    for capacity in (
-        None,
-        2 * top_k * num_tokens // num_experts,
-        top_k * num_tokens // num_experts // 2,
-    ):
-        got, expected = (
-            make_plan(ids, num_experts, capacity, priority, kernels) for kernels in KERNELS
-        )
-        assert all(
-            torch.equal(*pair) for pair in zip(got, expected, strict=True) if pair[1] is not None
-        )
+    share = top_k * num_tokens // num_experts
+    for capacity in (None, 2 * share, share // 2):
+        plans = [make_plan(ids, num_experts, capacity, priority, kernels) for kernels in KERNELS]
+        pairs = zip(*plans, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs if pair[1] is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -186,10 +173,8 @@ def test_more_elements_than_32_bits_count():
     tokens[:, -1] = torch.arange(num_tokens, device="cuda") % 128  # bf16 counts to 256
     tokens.requires_grad_()
     choices = torch.arange(num_tokens, device="cuda").flip(0)
-    slots, gates = (
-        choices.unsqueeze(1),
-        torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16),
-    )
+    slots = choices.unsqueeze(1)
+    gates = torch.full((num_tokens, 1), 2.0, device="cuda", dtype=torch.bfloat16)
     none = choices.new_empty(0)
     plan = DispatchPlan(choices, none, slots, None, none)
     rows = dispatch(tokens, plan, "triton")
