@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
-from gloo_processes import run_on_processes
+from gloo_processes import Pool
 from hypothesis import settings
 
 # The same examples in every run. A busy machine takes any time for one of them.
@@ -86,17 +86,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run_processes(tmp_path_factory):
-    """`run_processes(function, n, *args, seconds=240)`: `function(rank, *args)` in each of n
-    processes of a gloo world.
+    """`run_processes(function, n, *args)`: `function(rank, *args)` in each of n processes of a
+    gloo world; `Pool.run` has the options.
 
-    The function must be importable (at a module's top level). A failure shows the child's
-    traceback.
+    The processes serve all tests of a file. The function must be importable (at a module's top
+    level).
     """
-
-    def run(function, num_processes: int, *args, seconds: float = 240) -> None:
-        store = tmp_path_factory.mktemp("world") / "store"
-        run_on_processes(function, num_processes, store, *args, seconds=seconds)
-
-    return run
+    pool = Pool(tmp_path_factory.mktemp("worlds"))
+    yield pool.run
+    pool.close()

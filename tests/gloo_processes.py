@@ -1,21 +1,28 @@
 """Functions and commands on several gloo processes; conftest files make them fixtures."""
 
+import contextlib
+import gc
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
+import random
 import runpy
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 120  # seconds for processes to end; they take a few, on a busy machine more
@@ -33,44 +40,179 @@ _PRELOADED += ["sklearn.datasets", "swinv2_moe.train", "hypothesis", "pytest"]
 multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
-def run_on_processes(
-    function: Callable, num_processes: int, store: Path, *args, seconds: float
-) -> None:
-    """`function(rank, *args)` on every rank of a gloo world that meets at the file `store`.
+# For functions of `Pool.run`: what they patch with it is undone when they return.
+patches = pytest.MonkeyPatch()
 
-    Raises:
-        ProcessRaisedException: the first failure, with the child's traceback; the others are ended.
-        TimeoutError: ranks that still run after so many seconds; they are ended.
+
+class RankError(RuntimeError):
+    """A rank raised or ended: its traceback or how it ended, and those of others soon after."""
+
+
+class Pool:
+    """Processes that live until `close`; the first n of them are the ranks of each call.
+
+    Every call has a gloo world of its own, which meets at a new file in `directory`, and finds
+    seeds, environment, working directory and torch's settings as the first call did. Modules that
+    a function changes other than by `patches` stay changed.
     """
-    arguments = (function, num_processes, store, args)
-    children = mp.start_processes(
-        _run_rank, arguments, num_processes, join=False, start_method="forkserver"
-    )
-    deadline = time.monotonic() + seconds
-    try:
-        while not children.join(timeout=max(0, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                alive = [
-                    rank for rank, process in enumerate(children.processes) if process.is_alive()
-                ]
-                raise TimeoutError(f"ranks {alive} of {num_processes} still run after {seconds} s")
-    finally:
-        for process in children.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.workers: list[_Worker] = []
+
+    def run(
+        self,
+        function: Callable,
+        num_processes: int,
+        *args,
+        seconds: float = DEADLINE * 2,
+        ending: Collection[int] = (),
+        fresh: bool = False,
+    ) -> list:
+        """`function(rank, *args)` on every rank.
+
+        Args:
+            ending: ranks that `function` ends; they send no result.
+            fresh: in processes of their own, for what stays in a process, such as variables that
+                are read at an import.
+
+        Returns:
+            What the function returned on each rank (None for ranks in `ending`).
+
+        Raises:
+            RankError: the first rank that raised or ended, with its traceback. All are killed.
+            TimeoutError: ranks that still run after so many seconds. All are killed.
+        """
+        if fresh or ending:
+            pool = Pool(self.directory)
+            try:
+                return pool._run(function, num_processes, args, seconds, ending)
+            finally:
+                pool.close()
+        return self._run(function, num_processes, args, seconds, ())
+
+    def _run(self, function, num_processes: int, args, seconds: float, ending) -> list:
+        while len(self.workers) < num_processes:
+            self.workers.append(_Worker())
+        store = Path(tempfile.mkdtemp(dir=self.directory)) / "store"
+        workers = self.workers[:num_processes]
+        is_done = False
+        try:
+            for rank, worker in enumerate(workers):
+                call = (function, rank, num_processes, store, args)
+                worker.pipe.send_bytes(pickle.dumps(call))
+            results = _collect(workers, time.monotonic() + seconds, seconds, ending)
+            is_done = True
+        finally:
+            if not is_done:
+                self.close()
+        return results
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.pipe.close()
+        self.workers = []
 
 
-def _run_rank(rank: int, function: Callable, num_processes: int, store: Path, args: tuple) -> None:
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(end,), daemon=True)
+        self.process.start()
+        end.close()
+
+    def outcome(self, rank: int) -> tuple[bool, object]:
+        """Whether the function returned, and what; else the traceback or how the process ended."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            status = self.process.exitcode
+            how = signal.Signals(-status).name if status < 0 else f"status {status}"
+            return False, f"rank {rank} ended with {how}"
+
+
+def _collect(workers: list[_Worker], deadline: float, seconds: float, ending) -> list:
+    ranks = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    results, errors = [None] * len(workers), []
+    while ranks:
+        ready = multiprocessing.connection.wait(list(ranks), max(0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = ranks.pop(pipe)
+            is_result, value = workers[rank].outcome(rank)
+            if is_result:
+                results[rank] = value
+            elif rank not in ending:
+                errors.append(value)
+        if errors:  # the others are told of it, maybe before we are: let them speak
+            deadline = min(deadline, time.monotonic() + 0.5)
+    if errors:
+        # One that was killed is the cause of what the others report.
+        raise RankError("\n".join(sorted(errors, key=lambda error: "Traceback" in error)))
+    if ranks:
+        waiting = sorted(ranks.values())
+        raise TimeoutError(f"ranks {waiting} of {len(workers)} still run after {seconds} s")
+    return results
+
+
+def _serve(pipe) -> None:
+    """The life of a process of the pool: it calls what comes through the pipe."""
     torch.set_num_threads(1)
     reset_signals()
-    timeout = timedelta(seconds=240)
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=num_processes, timeout=timeout
-    )
-    dist.barrier()  # or a rank whose function ends at once leaves while another still connects
-    function(rank, *args)
-    dist.destroy_process_group()
+    gc.freeze()  # the collections below look at what calls left, not at what was imported
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            outcome = (True, _run_rank(*pickle.loads(call)))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(outcome))
+
+
+def _run_rank(function: Callable, rank: int, num_processes: int, store: Path, args: tuple):
+    with _restored_state():
+        dist.init_process_group(
+            "gloo",
+            f"file://{store}",
+            rank=rank,
+            world_size=num_processes,
+            timeout=timedelta(seconds=DEADLINE * 2),
+        )
+        dist.barrier()  # or a rank whose function ends at once leaves while another still connects
+        result = function(rank, *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return result
+
+
+@contextlib.contextmanager
+def _restored_state() -> Iterator[None]:
+    """The same seeds at each start; what a function may leave behind is undone at the end."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    environment, directory, arguments = dict(os.environ), os.getcwd(), sys.argv[:]
+    yield
+    patches.undo()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv[:] = arguments
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    reset_signals()
+    gc.collect()  # process groups and shared memory end with their last reference
 
 
 def reset_signals() -> None:

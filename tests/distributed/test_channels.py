@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_processes import patches
 
 from moe_core.comm import memory
 from moe_core.comm.channel import ChannelGroup
@@ -110,10 +111,10 @@ def bad_input(rank: int) -> None:
         ValueError, match=r"rank 0 asks for buffers of 64 bytes on .* and rank 1 for .*128"
     ):
         ChannelGroup(world(), 64 * (1 + rank))
-    memory.available_bytes = lambda: 2**20
+    patches.setattr(memory, "available_bytes", lambda: 2**20)
     with pytest.raises(RuntimeError, match=r"rank 0 of 2: 4.0 MiB of .*: 1.0 MiB of memory are"):
         ChannelGroup(world(), 2**21)
-    memory.machine_identity = lambda: f"machine {rank}"
+    patches.setattr(memory, "machine_identity", lambda: f"machine {rank}")
     with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* one machine and in one container"):
         ChannelGroup(world(), 64, ranks_per_node=2)
     with pytest.raises(ValueError, match="do not form nodes of 3"):
@@ -133,7 +134,7 @@ def without_a_compiler(rank: int) -> None:
 
 
 def test_no_compiler_is_one_line_on_every_rank(run_processes):
-    run_processes(without_a_compiler, 2)
+    run_processes(without_a_compiler, 2, fresh=True)  # the library is loaded once
 
 
 def many_signals(rank: int, number: int) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import make_layer
 from torch import Tensor
 
@@ -110,11 +111,11 @@ def test_traffic_is_counted_and_replayed_as_with_linear(run_processes):
 def refusals(rank: int) -> None:
     group = make_expert_groups(2)
     rows = torch.arange(4.0)
-    original, memory.machine_identity = memory.machine_identity, lambda: f"machine {rank}"
+    patches.setattr(memory, "machine_identity", lambda: f"machine {rank}")
     strategy = ParallelStrategy(1, 1, "channels", ranks_per_node=2)
     with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* and in one container.*another"):
         make_layer(group=group, num_experts=2, strategy=strategy)
-    memory.machine_identity = original
+    patches.undo()
     # gloo remains usable, and so do channels where they work
     expected = all_to_all(rows + 10 * rank, group)
     assert torch.equal(all_to_all(rows + 10 * rank, group, algorithm="channels"), expected)
@@ -147,8 +148,12 @@ def tuned(rank: int) -> None:
     assert not Tuner(alone, PROFILES["h100"]).shares_memory  # torchrun does not say who is near
     group = make_expert_groups(2, ranks_per_node=2)
     tuner = tuner_module.tuners[group] = Tuner(group, PROFILES["a100-hdr"], degrees=(1, 2))
-    tuner_module.Trial.seconds = property(
-        lambda trial: 1 + (trial.strategy.all_to_all != "channels") + 0.3 * trial.strategy.r
+    patches.setattr(
+        tuner_module.Trial,
+        "seconds",
+        property(
+            lambda trial: 1 + (trial.strategy.all_to_all != "channels") + 0.3 * trial.strategy.r
+        ),
     )
     layer = make_layer(group=group, num_experts=4, strategy="auto", **SHAPE)
     for _ in range(80):

@@ -180,13 +180,9 @@ def killed(rank: int) -> None:
         while True:
             collectives.all_to_all(rows)
 
-    start = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank 0 got no signal from rank 1; has it ended"):
         exchange_for_ever()
-    assert time.monotonic() - start < 20
-    os._exit(0)
 
 
 def test_a_killed_rank_of_another_node_is_named(run_processes):
-    with pytest.raises(Exception, match="SIGKILL"):
-        run_processes(killed, 2)
+    run_processes(killed, 2, ending=[1])

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import make_layer
 
 from moe_core import equal_tokens
@@ -49,7 +50,7 @@ def record_calls() -> list[str]:
             calls.append(name)
             return original(*args, **kwargs)
 
-        setattr(dist, name, record)
+        patches.setattr(dist, name, record)
     return calls
 
 

@@ -112,7 +112,7 @@ def compare(rank: int, size: int, stage: int, root: Path) -> None:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_losses_are_those_of_plain_torch(run_processes, tmp_path, ranks, size, stage):
-    run_processes(compare, ranks, size, stage, tmp_path)
+    run_processes(compare, ranks, size, stage, tmp_path, fresh=True)
 
 
 def mixed(rank: int) -> None:

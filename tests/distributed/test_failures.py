@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gloo_processes import patches
 from moe_cases import make_layer
 from torch import Tensor, nn
 
@@ -201,7 +202,7 @@ def recorded_collectives() -> list[str]:
             names.append(name)
             return original(*args, **kwargs)
 
-        setattr(dist, name, record)
+        patches.setattr(dist, name, record)
     return names
 
 

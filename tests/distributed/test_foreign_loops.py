@@ -417,4 +417,4 @@ def test_trainers_train_experts_as_one_process(package, run_processes, tmp_path)
     pytest.importorskip(package)
     if package == "transformers":
         pytest.importorskip("accelerate")  # of its Trainer
-    run_processes(in_loop, 2, package, tmp_path)
+    run_processes(in_loop, 2, package, tmp_path, fresh=True)

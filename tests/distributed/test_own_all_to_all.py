@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import make_layer
 from torch import Tensor
 
@@ -114,6 +115,11 @@ def nothing_stays_registered(monkeypatch):
     monkeypatch.setattr(ALL_TO_ALLS, "_values", dict(ALL_TO_ALLS))
 
 
+def import_on_rank(path: Path) -> None:
+    patches.setattr(ALL_TO_ALLS, "_values", dict(ALL_TO_ALLS))
+    import_file(path)
+
+
 def import_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -131,7 +137,7 @@ def step(layer: MoELayer, rank: int, strategy: ParallelStrategy) -> dict[str, Te
 
 
 def equals_linear(rank: int, world_size: int, path: Path) -> None:
-    import_file(path)
+    import_on_rank(path)
     made = make_expert_groups(world_size)
     for group in (made, ExpertGroup(dist.group.WORLD)):
         for num_experts in (2 * world_size, world_size, world_size // 2, 1):
@@ -154,11 +160,13 @@ def test_a_layer_gives_what_it_gives_with_linear(run_processes, ring_file, world
 
 
 def is_found_by_the_tuner(rank: int, path: Path) -> None:
-    import_file(path)
+    import_on_rank(path)
     group = make_expert_groups(2)
     tuner = tuner_module.tuners[group] = Tuner(group, PROFILES["a100-hdr"], degrees=(1, 2))
-    tuner_module.Trial.seconds = property(
-        lambda trial: 1 + (trial.strategy.all_to_all != "ring") + 0.3 * trial.strategy.r
+    patches.setattr(
+        tuner_module.Trial,
+        "seconds",
+        property(lambda trial: 1 + (trial.strategy.all_to_all != "ring") + 0.3 * trial.strategy.r),
     )
     layer = make_layer(group=group, num_experts=4, strategy="auto", **SHAPE)
     for _ in range(40):
@@ -189,7 +197,7 @@ def test_the_cost_model_ranks_it_by_its_cost(ring_file):
 
 
 def loses_rows(rank: int, path: Path) -> None:
-    import_file(path)
+    import_on_rank(path)
     group = make_expert_groups(2)
     layer = make_layer(group=group, num_experts=2, **SHAPE)
     x = torch.randn(40, 8, dtype=torch.float64)

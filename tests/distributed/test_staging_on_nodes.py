@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from gloo_processes import patches
 
 from moe_core.parallel import Ranks
 from swinv2_moe.data.prepare import shard_exchange, transfer_bar
@@ -120,7 +121,7 @@ def stage_and_fail(rank: int, made: Path, locals_: Path, how: str) -> None:
         index.write_text(index.read_text().replace('"seed": 0', '"seed": 1'))
     if how == "full" and rank == 1:
         usage = shutil.disk_usage(made)
-        shutil.disk_usage = lambda path: usage._replace(free=1000)
+        patches.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     if how == "locked" and rank == 1:
         (target / "train").mkdir(parents=True)
         (target / "train/000002.tar").mkdir()  # cannot be replaced by a file

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import all_gradients, make_layer, owned, plain_forward
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def recorded_process_groups() -> list[str]:
             names.append(name)
             return original(*args, **kwargs)
 
-        setattr(dist, name, record)
+        patches.setattr(dist, name, record)
     return names
 
 

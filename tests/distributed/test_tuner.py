@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import make_layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -53,7 +54,7 @@ def finds_the_fastest(rank: int) -> None:
         distance += trial.strategy.all_to_all != "2dh"
         return 1 + 0.2 * distance + 0.02 * torch.rand((), generator=noise).item()
 
-    tuner_module.Trial.seconds = property(seconds)
+    patches.setattr(tuner_module.Trial, "seconds", property(seconds))
     layer = make_layer(group=group, num_experts=2, strategy="auto", **SHAPE)
     expected = make_layer(group=ExpertGroup(dist.group.WORLD), num_experts=2, **SHAPE)
     x = torch.randn(6, 8, dtype=torch.float64)
@@ -156,8 +157,10 @@ def test_respects_its_limits(run_processes):
 def spends_little(rank: int) -> None:
     """Strategies that are much slower than the best cost no more than the budget."""
     group = tuned_group(degrees=(1, 2, 4, 8))
-    tuner_module.Trial.seconds = property(
-        lambda trial: 1.0 + 9 * (trial.strategy != ParallelStrategy(0, ranks_per_node=2))
+    patches.setattr(
+        tuner_module.Trial,
+        "seconds",
+        property(lambda trial: 1.0 + 9 * (trial.strategy != ParallelStrategy(0, ranks_per_node=2))),
     )
     layer = make_layer(group=group, num_experts=2, strategy="auto", **SHAPE)
     for _ in range(40):
