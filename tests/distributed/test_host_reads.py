@@ -24,35 +24,32 @@ def step(layer: MoELayer, x: torch.Tensor, strategy: ParallelStrategy) -> None:
     (y.sum() + aux_loss).backward()
 
 
-def waits_at_most_once(rank: int, ranks_per_node: int) -> None:
+def waits_at_most_once(rank: int) -> None:
     group = ExpertGroup(dist.group.WORLD)
     strategies = {
         ParallelStrategy(1): 1,
         ParallelStrategy(1, 3): 1,
-        ParallelStrategy(1, 2, "2dh", ranks_per_node): 1,
+        ParallelStrategy(1, 2, "2dh", 1): 1,
         ParallelStrategy(0): 0,
     }
-    for config in CONFIGS:
-        for num_experts in (4, 1):
-            shape = {"model_dim": 16, "hidden_dim": 32, "num_experts": num_experts}
-            layer = make_layer(
-                dtype=torch.float32, group=group, kernels="triton", **shape, **config
-            )
-            x = torch.randn(6 + rank, 16)
-            for strategy, expected in strategies.items():
-                reads = count_reads(functools.partial(step, layer, x, strategy))
-                assert len(reads) == expected, (config, num_experts, strategy, reads)
-            if num_experts > 1 and config["capacity_factor"] > 0:
-                strategy = ParallelStrategy(1, 2, exchange="static")
-                with equal_tokens(layer):
-                    reads = count_reads(functools.partial(step, layer, x[:6], strategy))
-                assert reads == []
+    for config, num_experts in zip(CONFIGS, (4, 4, 1), strict=True):
+        shape = {"model_dim": 16, "hidden_dim": 16, "num_experts": num_experts}
+        layer = make_layer(dtype=torch.float32, group=group, kernels="triton", **shape, **config)
+        x = torch.randn(6 + rank, 16)
+        for strategy, expected in strategies.items():
+            reads = count_reads(functools.partial(step, layer, x, strategy))
+            assert len(reads) == expected, (config, num_experts, strategy, reads)
+        if num_experts > 1 and config["capacity_factor"] > 0:
+            strategy = ParallelStrategy(1, 2, exchange="static")
+            with equal_tokens(layer):
+                reads = count_reads(functools.partial(step, layer, x[:6], strategy))
+            assert reads == []
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs by the test below, in Triton's interpreter")
 class TestKernels:
     def test_several_ranks_wait_once_in_forward_and_backward(self, run_processes):
-        run_processes(waits_at_most_once, 2, 1)
+        run_processes(waits_at_most_once, 2)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it starts the interpreter")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trainer_cases import make_trainer, train_steps
 
-STEPS = 6
+STEPS = 4
 
 
 def train(rank: int, size: int, options: str, file: Path) -> None:

@@ -12,7 +12,7 @@ from trainer_cases import make_trainer, resume, save, train_steps
 from swinv2_moe.train.checkpoint import open_checkpoint, read_meta
 from swinv2_moe.train.saver import Saver, save_policy
 
-STEPS_BEFORE, STEPS_AFTER = 3, 5
+STEPS_BEFORE, STEPS_AFTER = 3, 3
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)
 
 

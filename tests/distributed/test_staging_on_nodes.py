@@ -76,7 +76,7 @@ def stage_what_is_missing(rank: int, made: Path, locals_: Path) -> None:
     exchange = exchange_of(rank)
     whole = content(made)
     names = sorted(set(whole) - {"index.json"})
-    for trial in range(12):
+    for trial in range(6):
         # what the nodes have, some of it damaged; each node draws all
         drawn = random.Random(trial)
         share = drawn.choice([0.2, 0.5, 0.9])

@@ -34,7 +34,7 @@ ROUTINGS = (
     {"top_k": 2, "capacity_factor": 0.7},
     {"top_k": 1, "capacity_factor": -0.4},
 )
-EXPERTS = (8, 4, 2, 1)
+EXPERTS = (8, 2, 1)
 
 
 def strategies(num_experts: int, degrees=(1, 2, 8), size: int = 4) -> list[ParallelStrategy]:
@@ -60,10 +60,12 @@ def few_tokens(rank: int, share: int) -> None:
         layer, single = layers_of(group, num_experts)
         calls = [{**call, "top_k": min(call["top_k"], num_experts)} for call in ROUTINGS]
         pairs = list(itertools.product(FEW, calls))
-        expected = [expected_of(single, counts, rank, **call) for counts, call in pairs]
+        expected: dict[int, tuple] = {}
         for i, strategy in enumerate(strategies(num_experts)):
             for j in range(i % share, len(pairs), share):
                 counts, call = pairs[j]
+                if j not in expected:
+                    expected[j] = expected_of(single, counts, rank, **call)
                 check(layer, expected[j], counts[rank], strategy=strategy, **call)
 
 
@@ -185,7 +187,8 @@ def check_variant(variant, num_experts: int, group: ExpertGroup) -> None:
             expected.get(name), alone.get(name), **CLOSE, msg=f"{name}: {variant.__name__}"
         )
     assert expected.keys() == alone.keys()
-    for strategy in strategies(num_experts, (1, 3))[1:]:
+    # each r with either degree, and either all-to-all
+    for strategy in strategies(num_experts, (1, 3))[1::3]:
         found = gradients_of(layer, x, forward, strategy=strategy)
         torch.testing.assert_close(
             found, expected, **CLOSE, msg=lambda m, s=strategy: f"{variant.__name__} {s}: {m}"
@@ -264,7 +267,7 @@ def several_graphs(rank: int) -> None:
         layer, _ = layers_of(group, num_experts)
         inputs = [tokens_of(rank, num_tokens[rank])[0] for num_tokens in (MIXED, MIXED[::-1])]
         orders = (lambda a, b: (a, b), lambda a, b: (b, a), lambda a, b: (a + b,))
-        chosen = strategies(num_experts, (1, 2, 3))
+        chosen = strategies(num_experts, (1, 3))
         expected = graph_gradients(layer, inputs, [ParallelStrategy(0)] * 2, orders[0])
         for i, pair in enumerate(zip(chosen, chosen[5:] + chosen[:5], strict=True)):
             found = graph_gradients(layer, inputs, pair, orders[i % 3])
@@ -353,7 +356,7 @@ def compare_gradients(model: Stack, single: Stack) -> None:
             )
 
 
-@pytest.mark.parametrize("num_steps", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_strategies_in_a_data_parallel_model(run_processes, num_steps):
     run_processes(many_random_steps, 4, num_steps)
 
@@ -447,7 +450,7 @@ def nothing_sticks(rank: int) -> None:
 def degrees_agree(rank: int) -> None:
     group = make_expert_groups(4, ranks_per_node=2)
     choose, dropped = random.Random(1), 0
-    for _ in range(10):
+    for _ in range(6):
         num_experts, top_k = choose.choice((4, 8)), choose.choice((1, 2, 3))
         call = {
             "top_k": top_k,

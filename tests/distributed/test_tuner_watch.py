@@ -79,6 +79,6 @@ def evaluate_and_train(rank: int) -> None:
     assert same_everywhere([str(event) for event in events])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_evaluation_is_searched_and_ranks_agree(run_processes, ranks):
     run_processes(evaluate_and_train, ranks)
