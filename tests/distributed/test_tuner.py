@@ -1,9 +1,9 @@
-"""The tuner in training: ranks agree, the result is training's own, decisions are kept."""
+"""The tuner over ranks: they agree, results are those of training without it, decisions are kept,
+evaluation is searched too, and a drift is noticed."""
 
 # T tokens of a rank
 
 import json
-import time
 
 import pytest
 import torch
@@ -58,12 +58,12 @@ def finds_the_fastest(rank: int) -> None:
     layer = make_layer(group=group, num_experts=2, strategy="auto", **SHAPE)
     expected = make_layer(group=ExpertGroup(dist.group.WORLD), num_experts=2, **SHAPE)
     x = torch.randn(6, 8, dtype=torch.float64)
-    for _ in range(80):
+    for _ in range(40):
         torch.testing.assert_close(step([layer], x), step([expected], x))
         assert same_everywhere(str(tuners[group].state_dict()))
     assert list(tuners[group].decisions().values()) == [fastest]
     assert tuners[group].lost[True] < tuner_module.BUDGET
-    for name, parameter in layer.named_parameters():  # 80 steps' gradients, whatever was tried
+    for name, parameter in layer.named_parameters():  # all steps' gradients, whatever was tried
         torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad)
     check_state(tuners[group], layer, x, fastest)
 
@@ -109,7 +109,7 @@ def respects_its_limits(rank: int) -> None:
         step(layers, x, recomputed)
     assert 0 < tuner.trials <= 2 * 5
     # fluctuating capacity: a search for each bucket; the budget ends them all
-    for i in range(60):
+    for i in range(24):
         rows = torch.randn((3, 9, 40, 130)[i % 4] + rank, 8, dtype=torch.float64)
         step(layers, rows)
     buckets = {key.bucket for key in tuner._searches}
@@ -176,10 +176,8 @@ def test_spends_no_more_than_its_budget(run_processes):
 def calibrates(rank: int) -> None:
     group = make_expert_groups(2)  # no node shape: 2dh is left out
     layer = make_layer(group=group, num_experts=4, strategy="auto", **SHAPE)
-    started = time.perf_counter()
     for _ in range(30):
         step([layer], torch.randn(6, 8, dtype=torch.float64))
-    assert time.perf_counter() - started < 30
     assert same_everywhere(str(tuners[group].machine))
     assert {
         s.all_to_all for search in tuners[group]._searches.values() for s in search.predicted
@@ -188,3 +186,70 @@ def calibrates(rank: int) -> None:
 
 def test_measures_the_machine_when_none_is_named(run_processes):
     run_processes(calibrates, 2)
+
+
+# --- evaluation and drift
+
+FIRST, SECOND = ParallelStrategy(1, ranks_per_node=2), ParallelStrategy(0, ranks_per_node=2)
+
+
+class Times:
+    """Seconds by strategy, in place of measured ones; each rank adds noise of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.noise = torch.Generator().manual_seed(rank)
+        self.fastest = FIRST
+
+    def seconds(self, trial) -> float:
+        seconds = 1.0 + 0.5 * (trial.strategy != self.fastest)
+        return seconds * (1 + 0.02 * torch.rand((), generator=self.noise).item())
+
+
+def evaluate_and_train(rank: int) -> None:
+    group = tuned_group()
+    tuner, times = tuners[group], Times(rank)
+    patches.setattr(tuner_module.Trial, "seconds", property(times.seconds))
+    config = {**SHAPE, "num_experts": 4, "capacity_factor": 0.0}
+    layer = make_layer(group=group, strategy="auto", **config)
+    expected = make_layer(group=ExpertGroup(dist.group.WORLD), **config)
+    x = torch.randn(12, 8, dtype=torch.float64)
+
+    def evaluate() -> None:
+        layer.eval()
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), expected.eval()(x))
+
+    def train() -> None:
+        layer.train()
+        y, aux_loss = layer(x)
+        (y.sum() + aux_loss).backward()
+
+    for _ in range(30):
+        evaluate()
+    assert [key.training for key in tuner.decisions()] == [False]
+    for _ in range(30):
+        train()
+    assert [key.training for key in tuner.decisions()] == [False, True]
+    assert set(tuner.decisions().values()) == {FIRST}
+
+    for _ in range(10):
+        train()
+        evaluate()
+    tuner.check()  # of the first window
+
+    times.fastest = SECOND  # and the first is slower by half
+    for step in range(1, 51):
+        train()
+        evaluate()
+        if step % 10 == 0:
+            tuner.check()
+            assert same_everywhere(str(tuner.state_dict()))
+    assert set(tuner.decisions().values()) == {SECOND}
+    events = tuner.take_events()
+    assert [event.kind for event in events].count("drift") == 2
+    assert same_everywhere([str(event) for event in events])
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_evaluation_is_searched_and_ranks_agree(run_processes, ranks):
+    run_processes(evaluate_and_train, ranks)
