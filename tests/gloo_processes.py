@@ -72,7 +72,7 @@ class Pool:
         """`function(rank, *args)` on every rank.
 
         Args:
-            ending: ranks that `function` ends; they send no result.
+            ending: ranks that `function` ends, or that are killed when the others have returned.
             fresh: in processes of their own, for what stays in a process, such as variables that
                 are read at an import.
 
@@ -83,38 +83,51 @@ class Pool:
             RankError: the first rank that raised or ended, with its traceback. All are killed.
             TimeoutError: ranks that still run after so many seconds. All are killed.
         """
-        if fresh or ending:
-            pool = Pool(self.directory)
-            try:
-                return pool._run(function, num_processes, args, seconds, ending)
-            finally:
-                pool.close()
-        return self._run(function, num_processes, args, seconds, ())
+        if not fresh and not ending:
+            return self._run(function, num_processes, args, seconds, ())
+        pool = Pool(self.directory)
+        results = pool._run(function, num_processes, args, seconds, ending)
+        pool.close()
+        return results
 
     def _run(self, function, num_processes: int, args, seconds: float, ending) -> list:
         while len(self.workers) < num_processes:
             self.workers.append(_Worker())
         store = Path(tempfile.mkdtemp(dir=self.directory)) / "store"
         workers = self.workers[:num_processes]
-        is_done = False
         try:
             for rank, worker in enumerate(workers):
                 call = (function, rank, num_processes, store, args)
                 worker.pipe.send_bytes(pickle.dumps(call))
             results = _collect(workers, time.monotonic() + seconds, seconds, ending)
-            is_done = True
-        finally:
-            if not is_done:
-                self.close()
+        except BaseException:
+            self.kill(self.workers)
+            raise
+        self.kill([workers[rank] for rank in ending])
         return results
 
-    def close(self) -> None:
-        for worker in self.workers:
+    def kill(self, workers: list["_Worker"]) -> None:
+        for worker in workers:
             worker.process.kill()
-        for worker in self.workers:
+        for worker in workers:
             worker.process.join()
             worker.pipe.close()
-        self.workers = []
+        self.workers = [worker for worker in self.workers if worker not in workers]
+
+    def close(self) -> None:
+        """End the processes.
+
+        Raises:
+            RankError: one does not end, or not with status 0.
+        """
+        for worker in self.workers:
+            worker.pipe.close()
+        for worker in self.workers:
+            worker.process.join(DEADLINE)
+        status = [worker.process.exitcode for worker in self.workers]
+        self.kill(self.workers)
+        if any(code != 0 for code in status):
+            raise RankError(f"the processes ended with {status}; None: not in {DEADLINE} s")
 
 
 class _Worker:
@@ -139,7 +152,7 @@ class _Worker:
 def _collect(workers: list[_Worker], deadline: float, seconds: float, ending) -> list:
     ranks = {worker.pipe: rank for rank, worker in enumerate(workers)}
     results, errors = [None] * len(workers), []
-    while ranks:
+    while set(ranks.values()) - set(ending):
         ready = multiprocessing.connection.wait(list(ranks), max(0, deadline - time.monotonic()))
         if not ready:
             break
@@ -150,13 +163,13 @@ def _collect(workers: list[_Worker], deadline: float, seconds: float, ending) ->
                 results[rank] = value
             elif rank not in ending:
                 errors.append(value)
-        if errors:  # the others are told of it, maybe before we are: let them speak
+        if errors:  # the others learn of it, maybe before this process: wait for what they say
             deadline = min(deadline, time.monotonic() + 0.5)
     if errors:
         # One that was killed is the cause of what the others report.
         raise RankError("\n".join(sorted(errors, key=lambda error: "Traceback" in error)))
-    if ranks:
-        waiting = sorted(ranks.values())
+    waiting = sorted(set(ranks.values()) - set(ending))
+    if waiting:
         raise TimeoutError(f"ranks {waiting} of {len(workers)} still run after {seconds} s")
     return results
 

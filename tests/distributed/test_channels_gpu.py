@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches
 from moe_cases import make_layer
 
 from moe_core.comm import gpu_memory, switch
@@ -42,7 +43,8 @@ def in_the_interpreter(rank: int, function: Callable[[int, str], None]) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     from moe_core.comm import cuda
 
-    cuda.share_gpu_memory = switch.share_gpu_memory = share_cpu_memory
+    for module in (cuda, switch):
+        patches.setattr(module, "share_gpu_memory", share_cpu_memory)
     function(rank, "cpu")
 
 
@@ -169,7 +171,7 @@ def bad_input(rank: int, device: str) -> None:
 
 def a_layer_equals_linear(rank: int, device: str) -> None:
     """Static exchange; other exchanges are refused by name."""
-    channels._between_gpus = lambda group: True
+    patches.setattr(channels, "_between_gpus", lambda group: True)
     group = make_expert_groups(2)
     options = {"num_experts": 4, "top_k": 2, "model_dim": 8, "hidden_dim": 16}
     layer = make_layer(dtype=torch.float32, group=group, kernels="torch", **options).to(device)
@@ -222,15 +224,15 @@ def test_between_processes_on_one_gpu(run_processes, function, size):
 def without_a_gpu(rank: int) -> None:
     from moe_core.comm.cuda_collectives import CudaAllToAll
 
-    torch.cuda.is_available = lambda: rank == 0
+    patches.setattr(torch.cuda, "is_available", lambda: rank == 0)
     with pytest.raises(RuntimeError, match=r"failed on rank 1 of 2: there is no CUDA device$"):
         CudaAllToAll(world())
     dist.barrier()  # gloo remains usable
     cuda_problem = "rank 0 asks for slots of an all-to-all of .* and rank 1 for"
-    gpu_memory._problem = lambda: ""
+    patches.setattr(gpu_memory, "_problem", lambda: "")
     with pytest.raises(ValueError, match=cuda_problem):
         CudaAllToAll(world(), buffer_bytes=1024 * (rank + 1))
-    gpu_memory.machine_identity = lambda: f"machine {rank}"
+    patches.setattr(gpu_memory, "machine_identity", lambda: f"machine {rank}")
     with pytest.raises(ValueError, match="need all ranks on one machine and in one container"):
         CudaAllToAll(world())
 
