@@ -33,7 +33,7 @@ def run_interpreted(file: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     command += ["-k", "TestKernels"]
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270)
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]
 
 

@@ -12,7 +12,7 @@ from ffn_cases import BF16, FP32, MIXED, TOLERANCES, assert_close, by_reference,
 from moe_core import MoEConfig, MoELayer
 from moe_core.choices import CPU_KERNELS
 from moe_core.ops import ExpertWeights, backend, expert_ffn
-from moe_core.ops.backend import Request, select
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn import loop
 from moe_core.ops.ffn.inputs import FFNInputs
@@ -41,14 +41,16 @@ def forget_libraries():
     backend._languages.cache_clear()
 
 
-def form(dtypes, device: str = "cpu", kernels: str = "auto") -> str:
-    request = Request(kernels, device, dtypes[0], weight_dtype=dtypes[1], activation="gelu")
+def form(dtypes, device: str = "cpu", kernels: str = "auto", activation: str = "gelu") -> str:
+    request = Request(kernels, device, dtypes[0], weight_dtype=dtypes[1], activation=activation)
     return select("ffn", request)
 
 
 def by_cpp(case, kernels: str) -> list[torch.Tensor]:
     rows, weights, ends, grad = case
-    assert form((rows.dtype, weights.w1.dtype), kernels=kernels) == "ffn.cpp"
+    for activation in KERNEL_ACTIVATIONS:
+        dtypes = (rows.dtype, weights.w1.dtype)
+        assert form(dtypes, kernels=kernels, activation=activation) == "ffn.cpp"
 
     def run(rows, weights):
         return expert_ffn(rows, weights, ends, "gelu", 0.0, kernels)

@@ -25,7 +25,6 @@ from moe_core.ops import ExpertWeights, expert_ffn, pack_weights
 from moe_core.ops.ffn import grouped
 from moe_core.ops.ffn.grouped import _aligned, group_sum, grouped_linear, grouped_weight_grad
 from moe_core.ops.ffn.inputs import FFNInputs
-from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 OPS = torch.ops.moe_core
@@ -381,13 +380,3 @@ def test_grouped_mm_takes_any_strides(dtype):
             (group_sum(grad, ends), group_sum(plain_grad, ends)),
         ):  # fmt: skip
             torch.testing.assert_close(found, expected)
-
-
-def test_the_kernels_of_this_cpu_take_gated_experts(monkeypatch):
-    if not library.usable(torch.float32):
-        pytest.skip("no C++ kernels on this CPU")
-    monkeypatch.setattr(
-        "moe_core.ops.ffn.loop.forward", lambda *arguments: pytest.fail("the loop ran")
-    )
-    rows, weights, ends, _ = ffn_inputs([2, 2], dtypes=FP32)
-    assert expert_ffn(rows, weights, ends, "clamped_swiglu").isfinite().all()

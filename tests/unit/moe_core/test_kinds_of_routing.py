@@ -1,10 +1,10 @@
-"""Soft MoE, expert choice, balancing biases, sigmoid gates, z-loss and shared experts: layers
-against loops in plain torch, in fp64."""
+"""Soft MoE, expert choice, balancing biases, sigmoid gates, z-loss, shared experts, and a norm
+between the experts and their gate value: layers against loops in plain torch, in fp64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.balance import BalanceBias, update_balance
@@ -26,15 +26,28 @@ KINDS = {
     "z_loss": {"z_loss_weight": 0.5, "aux_loss": "none", "capacity_factor": 0.0},
     "shared": {"num_shared_experts": 2, "capacity_factor": 0.0},
 }  # fmt: skip
+NORMED = {
+    "top-1": {"top_k": 1},
+    "top-2": {"top_k": 2, "normalize_gates": False},
+    "top-1 by sigmoid, shared": {"gate_activation": "sigmoid", "num_shared_experts": 1},
+    "top-2 by sigmoid": {"top_k": 2, "gate_activation": "sigmoid"},
+}
 
 
 def make_layer(name: str, **changes) -> MoELayer:
     torch.manual_seed(0)
-    options = KINDS[name] | {"kernels": "torch"} | changes
+    options = KINDS.get(name, {"capacity_factor": 0.0}) | {"kernels": "torch"} | changes
     layer = MoELayer(MoEConfig(M, H, E, **options)).double()
     if layer.balance is not None:
         layer.balance.bias.copy_(torch.linspace(0.2, -0.2, E))
     return layer
+
+
+def layer_and_norm(**options) -> tuple[MoELayer, nn.LayerNorm]:
+    layer, norm = make_layer("plain", **options), nn.LayerNorm(M).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    return layer, norm
 
 
 def tokens() -> Tensor:
@@ -79,8 +92,9 @@ def expected_expert_choice(layer: MoELayer, x: Tensor, per_image: bool) -> Tenso
     return out.view_as(x)
 
 
-def expected_token_choice(layer: MoELayer, x: Tensor) -> Tensor:
+def expected_token_choice(layer: MoELayer, x: Tensor, norm: nn.Module | None = None) -> Tensor:
     config = layer.config
+    undecided = config.top_k / (2 if config.gate_activation == "sigmoid" else E)
     out = []
     for token in x.flatten(0, 1):
         logits = layer.router.weight @ token
@@ -92,14 +106,17 @@ def expected_token_choice(layer: MoELayer, x: Tensor) -> Tensor:
             choice_scores = scores + layer.balance.bias
         ids = choice_scores.topk(config.top_k).indices
         gates = scores[ids]
-        if config.normalize_gates and config.top_k > 1:
+        if norm is not None or (config.normalize_gates and config.top_k > 1):
             gates = gates / gates.sum()
         y = sum(
             gate * feed_forward(layer.experts, int(e), token)
             for gate, e in zip(gates, ids, strict=True)
         )
+        if norm is not None:
+            y = norm(y) * scores[ids].sum() / undecided
         if layer.shared is not None:
-            y = y + feed_forward(layer.shared, 0, token)
+            shared = feed_forward(layer.shared, 0, token)
+            y = y + (shared if norm is None else norm(shared))
         out.append(y)
     return torch.stack(out).view_as(x)
 
@@ -112,19 +129,27 @@ def expected(name: str, layer: MoELayer, x: Tensor) -> Tensor:
     return expected_token_choice(layer, x)
 
 
+def assert_same_output_and_gradients(y: Tensor, reference: Tensor, inputs: list[Tensor]) -> None:
+    weight = torch.randn_like(y)
+    found = torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)
+    gradients = torch.autograd.grad((reference * weight).sum(), inputs)
+    torch.testing.assert_close([y, *found], [reference, *gradients])
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_output_and_gradients(name):
-    layer = make_layer(name)
-    x = tokens()
-    y, _aux_loss = layer(x)
-    reference = expected(name, layer, x)
-    torch.testing.assert_close(y, reference)
-    weight = torch.randn_like(y)
+    layer, x = make_layer(name), tokens()
     inputs = [x, *layer.parameters()]
-    grads = torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True)
-    reference_grads = torch.autograd.grad((reference * weight).sum(), inputs)
-    for grad, reference_grad in zip(grads, reference_grads, strict=True):
-        torch.testing.assert_close(grad, reference_grad)
+    assert_same_output_and_gradients(layer(x)[0], expected(name, layer, x), inputs)
+
+
+@pytest.mark.parametrize("options", NORMED.values(), ids=NORMED)
+def test_output_and_gradients_with_a_norm(options):
+    layer, norm = layer_and_norm(**options)
+    x = tokens()
+    y, _ = layer(x, output_norm=norm)
+    inputs = [x, *layer.parameters(), *norm.parameters()]
+    assert_same_output_and_gradients(y, expected_token_choice(layer, x, norm), inputs)
 
 
 @pytest.mark.parametrize("name", ["soft", "expert_choice_per_image", "bias", "shared"])
@@ -251,6 +276,32 @@ def test_normalised_gates_at_any_logits(shift):
     logits = torch.tensor([[0.0, 1.0 + shift, shift]])
     gates = route(logits, config, 2, False, balance=balance).gates
     torch.testing.assert_close(gates, torch.tensor([[1.0, 0.0]]).softmax(1))
+
+
+def test_a_norm_leaves_the_task_to_the_router_of_one_choice():
+    """Behind the gate value the norm removes it, but for its epsilon."""
+    layer, norm = layer_and_norm()
+    x = torch.randn(64, M, dtype=torch.float64)
+    weights = torch.randn_like(x)
+    before_gate, behind_gate = (
+        torch.autograd.grad((y * weights).sum(), layer.router.weight)[0].norm()
+        for y in (layer(x, output_norm=norm)[0], norm(layer(x)[0]))
+    )
+    assert behind_gate < 0.05 * before_gate
+
+
+def test_a_norm_with_a_mask_and_in_the_exported_form():
+    layer, norm = layer_and_norm()
+    x, mask = tokens(), torch.rand(B, N) < 0.6
+    y, _ = layer(x, mask=mask, output_norm=norm)
+    torch.testing.assert_close(y[mask], layer(x[mask], output_norm=norm)[0])
+    assert (y[~mask] == 0).all()
+    layer, norm = layer_and_norm(top_k=2, eval_capacity_factor=1.0, num_shared_experts=1)
+    layer.eval()
+    expected, _ = layer(x, output_norm=norm)
+    torch.testing.assert_close(StandardMoE(layer)(x, output_norm=norm), expected)
+    with pytest.raises(ValueError, match="output_norm needs tokens that choose experts"):
+        make_layer("expert_choice")(x, output_norm=norm)
 
 
 @pytest.mark.parametrize("name", KINDS)

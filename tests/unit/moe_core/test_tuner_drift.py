@@ -48,7 +48,7 @@ class Shared:
     """What the threads exchange."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(W, timeout=30)
+        self.barrier = threading.Barrier(W, timeout=240)
         self.values: list[torch.Tensor] = []
         self.collectives: list[str] = []
         self.lock = threading.Lock()
