@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_cases import make_layer
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moe_core.checkpoint import count_experts, load_tensors, save_tensors
@@ -54,8 +55,12 @@ def test_what_four_ranks_save_one_and_two_load_and_back(run_processes, tmp_path)
             lambda file: file.write_bytes((file.parents[2] / "model.safetensors").read_bytes()),
             ValueError,
         ),
+        (
+            lambda file: save_file({k: v.half() for k, v in load_file(file).items()}, file),
+            ValueError,
+        ),
     ],
-    ids=["missing", "unreadable", "another's"],
+    ids=["missing", "unreadable", "another's", "of another dtype"],
 )
 def test_a_damaged_expert_file_is_named(tmp_path, damage, error):
     model = model_of(1)

@@ -123,6 +123,12 @@ def another_order(rank: int) -> None:
     with gather_ahead(network):
         torch.testing.assert_close(reversed_network(x), expected)
     assert group.take_gathered is None
+    # weights that were gathered in another dtype than that of the call
+    network, x = network.float(), x.float()
+    expected = network(x)
+    half, full = torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)
+    with half, gather_ahead(network), full:
+        torch.testing.assert_close(network(x), expected)
     dist.barrier()
 
 

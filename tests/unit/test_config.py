@@ -443,3 +443,13 @@ def test_the_home_directory(monkeypatch, tmp_path):
     config = load_config(file)
     assert config.OUTPUT == "/home/me/runs/mine"
     assert config.MODEL.PRETRAINED == "/home/me/runs/dense"
+
+
+def test_the_batch_of_a_rank_follows_from_the_global_one():
+    config = load_config(None, ["DATA.GLOBAL_BATCH_SIZE", "48", "TRAIN.ACCUMULATION_STEPS", "3"])
+    assert load.resolve_batch_size(config, 2).DATA.BATCH_SIZE == 8
+
+
+def test_values_at_the_edge_of_what_is_allowed():
+    assert "its entries must be from 0 to below 1" in fails("TRAIN.OPTIMIZER.BETAS", "[0.9, 1.0]")
+    assert "MODEL.MOE.EXCHANGE is 'static'" in fails("MODEL.MOE.EXCHANGE", "static")

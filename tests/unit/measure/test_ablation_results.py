@@ -123,3 +123,8 @@ def test_images_that_cannot_be_read_have_no_gradient():
     only_bad = Batch(images[4:], torch.tensor([-1, -1]), ["a.png", "b.png"])
     expected = router_gradients(model, [batch], deployed)
     assert router_gradients(model, [with_bad, only_bad], deployed) == pytest.approx(expected)
+
+
+def test_an_epoch_that_ends_with_the_controls_time_counts():
+    runs = {"dense": [run(0, [1.0, 2.0])], "moe": [run(0, [1.5, 4.0])]}
+    assert summarize(runs, plan())["moe"]["at control's time"].mean == 2.0

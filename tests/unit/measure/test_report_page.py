@@ -149,3 +149,12 @@ def test_phases_that_are_damaged(make_run, phases):
     run = make_run("run")
     (run / "summary.json").write_text(json.dumps(SUMMARY | {"phases": phases}))
     assert "Where the time went" not in page_of(run)
+
+
+def test_the_best_epoch_may_not_be_the_last(make_run):
+    run = make_run("run")
+    end = {"step": 9, "epoch": 2, "seconds": 1.0, "val_top1": 1.0, "val_top5": 2.0, "val_loss": 1.0}
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(end) + "\n")
+    found = tiles(page_of(run))
+    assert (found["top-1, last"], found["top-1, best"]) == ("1.00%", "50.00%")

@@ -339,3 +339,11 @@ def test_a_figure_shows_medians_and_ratios(monkeypatch):
     assert bold == ["0.50", "0.50"]
     labels = [label.get_text() for label in inference.get_xticklabels()]
     assert labels == ["batch 8\nfloat32\nf = 1.25"]
+
+
+def test_the_slowest_ranks_time_counts():
+    def gather(times):
+        return [times, {"a": [1e9]}]
+
+    world = SimpleNamespace(barrier=lambda: None, gather=gather)
+    assert interleaved({"a": int}, rounds=1, warmup=0, world=world) == {"a": [1e9]}

@@ -254,3 +254,10 @@ def test_the_cost_model_counts_the_tokens_that_experts_choose():
 def test_the_standard_form_of_no_tokens():
     layer = MoELayer(make_config(capacity_factor=0)).eval()
     assert StandardMoE(layer)(torch.randn(0, M)).shape == (0, M)
+
+
+def test_a_norm_that_is_not_finite_changes_no_gradient():
+    linear = nn.Linear(2, 1, bias=False)
+    linear.weight.grad = torch.tensor([[torch.inf, 1.0]])
+    clip_gradients(linear, 1.0)
+    assert linear.weight.grad.tolist() == [[torch.inf, 1.0]]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_core import MoEConfig, MoELayer, ops
+from moe_core.ops.route.reference import route_and_sums
 from moe_core.router import route
 
 VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf, math.nan])
@@ -83,3 +84,9 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist():
             assert all(0 <= e < 5 for row in ids for e in row)
             is_other = torch.arange(40) != 7
             assert ids[:7] + ids[8:] == chosen(logits[is_other], 3)
+
+
+def test_importance_is_of_the_logits_without_noise():
+    noisy, clean = torch.randn(2, 9, 4, dtype=torch.float64)
+    _, _, sums = route_and_sums(noisy, clean, 2, False, "load_importance", 0.25)
+    torch.testing.assert_close(sums[0], clean.softmax(1).sum(0))

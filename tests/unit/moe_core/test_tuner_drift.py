@@ -313,3 +313,9 @@ def test_a_key_of_an_earlier_version_is_one_of_training():
     # inference begins with what training has
     inference = key._replace(training=False)
     assert tuner.choose(nn.Identity(), inference, explore=False)[0].r == 0
+
+
+def test_keys_round_the_capacity_up_to_a_power_of_two():
+    tuner = Tuner(SimulatedGroup(Shared()), FAST)
+    buckets = [tuner.key(MoEConfig(8, 16, 4), 1, 4, True, n).bucket for n in (0, 1, 2, 7, 8, 9)]
+    assert buckets == [0, 0, 1, 3, 3, 4]

@@ -98,9 +98,10 @@ def test_image_by_image():
     """In the order of the data set, without the broken image, and the model back in training."""
     config = small_config()
     model, loader = make_model(config), make_loader(config, 43, 7)
+    frozen = model.norm.eval()
     found, unreadable = predict(model, loader, ALONE, nullcontext)
     assert unreadable == [f"digits[{BROKEN}]"]
-    assert all(module.training for module in model.modules())
+    assert all(module.training == (module is not frozen) for module in model.modules())
     model.eval()
     samples = [loader.dataset[i] for i in range(43) if i != BROKEN]
     with torch.no_grad():

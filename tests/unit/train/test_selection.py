@@ -64,3 +64,10 @@ def test_what_cannot_be_selected(run):
     for which in ("newest", "-1", "1.5", ""):
         with pytest.raises(UserError, match=f"--checkpoint {which}: must be best, latest or the"):
             select_checkpoint(str(run), which)
+
+
+def test_the_tenth_checkpoint_of_a_step_is_newer_than_the_ninth(run):
+    for number in (9, 10):
+        (run / "checkpoints" / f"step-00000030-{number}").mkdir()
+    path, _ = select_checkpoint(str(run), "30")
+    assert path == str(run / "checkpoints" / "step-00000030-10")

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from swinv2_moe.config import model_config, train_config
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.optim import LossScaler
 from swinv2_moe.train.step import TrainingStep
 
 CLASSES = 7
@@ -67,3 +69,27 @@ def test_a_loss_that_is_not_finite_is_skipped_then_raised(make_step, batch):
     assert all(map(torch.equal, before, step.model.parameters()))
     with pytest.raises(UserError, match=r"step 2: .* begins at the input images"):
         step.run([bad], 1)
+
+
+def test_a_skipped_step_does_not_count_for_the_average(make_step, batch):
+    step = make_step({"TRAIN.SKIP_NON_FINITE": 1, "TRAIN.EMA_DECAY": 0.9})
+    step.run([batch], 0)
+    before = [parameter.clone() for parameter in step.ema.module.parameters()]
+    step.run([batch._replace(images=batch.images * float("nan"))], 1)
+    assert all(map(torch.equal, before, step.ema.module.parameters()))
+
+
+def test_the_targets_of_mixup_are_not_smoothed_again(make_step, batch):
+    keys = {"AUG.MIXUP": 0.8, "MODEL.LABEL_SMOOTHING": 0.1, "MODEL.MOE.AUX_LOSS_WEIGHT": 0}
+    step, logits = make_step(keys), torch.randn(8, CLASSES)
+    step.mixup = lambda images, targets: (images, F.one_hot(targets, CLASSES).float())
+    step.wrapped = lambda images: (logits, torch.zeros(()))
+    torch.testing.assert_close(step.loss(batch)[0], F.cross_entropy(logits, batch.targets))
+
+
+def test_an_overflow_begins_the_count_of_good_steps_anew():
+    scaler = LossScaler(enabled=True)
+    scaler.good_steps = scaler.GROWTH_INTERVAL - 1
+    scaler.update(False)
+    scaler.update(True)
+    assert scaler.scale == scaler.INITIAL / 2
