@@ -17,13 +17,23 @@ class Finished(NamedTuple):
     err: str
 
 
+def words(*arguments: object, **places: Path) -> list[str]:
+    """A command's arguments. Strings are split at spaces, and {name} in them is one of `places`;
+    all else, such as a path, is one word."""
+    found = []
+    for argument in arguments:
+        parts = argument.split() if isinstance(argument, str) else [str(argument)]
+        found += [part.format(**places) if places else part for part in parts]
+    return found
+
+
 def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callable[..., Finished]:
-    """A function of the arguments of <directory>/<name>.py; it takes pytest's two fixtures for argv
-    and output."""
+    """A function of the arguments of <directory>/<name>.py, as `words` takes them. It uses pytest's
+    two fixtures for argv and output."""
     tool = import_module(f"swinv2_moe.commands.{name}")
 
-    def run(*arguments: object) -> Finished:
-        monkeypatch.setattr(sys, "argv", [f"{directory}/{name}.py", *map(str, arguments)])
+    def run(*arguments: object, **places: Path) -> Finished:
+        monkeypatch.setattr(sys, "argv", [f"{directory}/{name}.py", *words(*arguments, **places)])
         capsys.readouterr()
         status = 0
         try:
@@ -33,3 +43,12 @@ def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callabl
         return Finished(status, *capsys.readouterr())
 
     return run
+
+
+def assert_one_line(finished: Finished, says: str) -> None:
+    """The command printed one line of error and nothing else; it has every part of `says`, which
+    " ... " separates."""
+    assert (finished.status, finished.out) == (2, ""), finished
+    (line,) = finished.err.splitlines()
+    assert line.startswith("error: ")
+    assert [part for part in says.split(" ... ") if part not in line] == [], line

@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tool_cases import assert_one_line
 
 from swinv2_moe.config import load_config
 from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import read_meta, write_meta
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenette_96.yaml"
-CFG = ("--cfg", str(CONFIG))
-
-
-@pytest.fixture(scope="module")
-def photographs(make_photographs):
-    return make_photographs()
+CFG = ("--cfg", CONFIG)
 
 
 def snapshot(directory):
@@ -28,32 +24,13 @@ def snapshot(directory):
     }
 
 
-def assert_one_line(finished, *texts):
-    assert finished.status != 0
-    lines = finished.err.splitlines()
-    assert len(lines) == 1, finished.err
-    assert lines[0].startswith("error: ")
-    assert [text for text in texts if text not in lines[0]] == [], lines[0]
-
-
 def test_training_with_a_broken_file_then_more(
     make_photographs, start_ranks, train_command, small, tmp_path
 ):
     data, run = make_photographs(broken=1), tmp_path / "run"
-    arguments = [
-        *CFG,
-        "--data",
-        data,
-        "--output",
-        run,
-        "--opts",
-        *small,
-        "DATA.MAX_BAD_SHARE",
-        "0.05",
-        "SEED",
-        "3",
-    ]
-    stopped = [*arguments, "TRAIN.MAX_STEPS", "3"]  # three steps of 16 are the first epoch
+    arguments = [*CFG, "--data", data, "--output", run, "--opts", *small]
+    arguments += ["DATA.MAX_BAD_SHARE 0.05 SEED 3"]
+    stopped = [*arguments, "TRAIN.MAX_STEPS 3"]  # three steps of 16 are the first epoch
     (first,) = start_ranks(1, "tools/train.py", *stopped)
     assert (first.status, first.err) == (0, "")
     assert "1 of 64 images could not be read; the first: " in first.out
@@ -72,38 +49,27 @@ def test_training_with_a_broken_file_then_more(
 def test_too_many_broken_files_stop_the_run(make_photographs, train_command, small, tmp_path):
     data = make_photographs(broken=6)
     finished = train_command(*CFG, "--data", data, "--output", tmp_path / "run", "--opts", *small)
-    assert_one_line(
-        finished, "images could not be read", "DATA.MAX_BAD_SHARE allows a share of 0.01", ".jpg"
-    )
+    says = "images could not be read ... DATA.MAX_BAD_SHARE allows a share of 0.01 ... .jpg"
+    assert finished.err.count("\n") == 1
+    assert [part for part in says.split(" ... ") if part not in finished.err] == []
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory, photographs, small):
     """A finished run among other outputs, and weight files that do not fit."""
     root = tmp_path_factory.mktemp("outputs")
-    train(
-        load_config(
-            CONFIG,
-            [*small, "TRAIN.MAX_STEPS", "1"],
-            data=str(photographs),
-            output=str(root / "run"),
-        )
-    )
+    opts = [*small, "TRAIN.MAX_STEPS", "1"]
+    train(load_config(CONFIG, opts, data=str(photographs), output=str(root / "run")))
     (root / "a_file").write_text("mine")
     (root / "empty").mkdir()
     (root / "no_images" / "train" / "red").mkdir(parents=True)
     (root / "no_images" / "val" / "red").mkdir(parents=True)
     (root / "not.yaml").write_text("a: [1")
-    save_file(
-        {"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)},
-        root / "weights.safetensors",
-    )
+    tensors = {"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)}
+    save_file(tensors, root / "weights.safetensors")
     whole = root / "run" / "checkpoints" / "latest"
-    for name, change in {
-        "newer": {"format_version": 9},
-        "weights": {"training": None},
-        "damaged": {},
-    }.items():
+    changes = {"newer": {"format_version": 9}, "weights": {"training": None}, "damaged": {}}
+    for name, change in changes.items():
         shutil.copytree(whole, root / name)
         write_meta(root / name, read_meta(whole) | change)
     (root / "damaged" / "experts" / "layers.1.blocks.0.mlp.moe" / "0002.safetensors").unlink()
@@ -114,127 +80,72 @@ def outputs(tmp_path_factory, photographs, small):
 # what is wrong: arguments after the good ones ({root} is the outputs' directory), and what the line
 # must name
 BAD_INPUT = {
-    "no data directory": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
-    "empty data directory": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "train"]),
-    "no images": (["--data", "{root}/no_images"], ["no_images", "no images"]),
-    "data is a file": (["--data", "{root}/a_file"], ["DATA.PATH", "a_file"]),
-    "class count": (["--opts", "MODEL.NUM_CLASSES", "3"], ["MODEL.NUM_CLASSES is 3", "2 classes"]),
-    "image size": (
-        ["--opts", "DATA.IMG_SIZE", "20"],
-        ["DATA.IMG_SIZE is 20", "MODEL.SWINV2.WINDOW_SIZE"],
+    "--data {root}/nowhere": "DATA.PATH ... nowhere",
+    "--data {root}/empty": "DATA.PATH ... empty ... train",
+    "--data {root}/no_images": "no_images ... no images",
+    "--data {root}/a_file": "DATA.PATH ... a_file",
+    "--opts MODEL.NUM_CLASSES 3": "MODEL.NUM_CLASSES is 3 ... 2 classes",
+    "--opts DATA.IMG_SIZE 20": "DATA.IMG_SIZE is 20 ... MODEL.SWINV2.WINDOW_SIZE",
+    "--opts DATA.IMG_SIZE 40": "DATA.IMG_SIZE is 40 ... WINDOW_SIZE ... 16",
+    "--opts TRAIN.BASE_LRR 1": "unknown key TRAIN.BASE_LRR ... did you mean TRAIN.BASE_LR?",
+    "--opts TRAIN.BASE_LR": "TRAIN.BASE_LR ... pairs",
+    "--opts TRAIN.EPOCHS many": "TRAIN.EPOCHS ... 'many' ... int",
+    "--opts MODEL.MOE.TOP_K 5": "MODEL.MOE.TOP_K is 5 ... MODEL.MOE.NUM_EXPERTS (4)",
+    "--cfg {root}/none.yaml": "none.yaml ... cannot be read",
+    "--cfg {root}/not.yaml": "not.yaml ... not valid YAML",
+    "--opts DATA.BATCH_SIZE 64": "DATA.BATCH_SIZE is 64 ... 48",
+    "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
+    "--resume {root}/a_file": "--resume ... a_file: is a file ... must be a run or a checkpoint",
+    "--resume {root}/newer": "newer has format version 9, this program knows 1",
+    "--resume {root}/weights": "weights holds weights alone ... MODEL.PRETRAINED",
+    "--resume {root}/damaged": "damaged: experts/layers.1.blocks.0.mlp.moe/0002 ... is missing",
+    "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 8": (
+        "layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model ... nothing was loaded"
     ),
-    "larger image": (
-        ["--opts", "DATA.IMG_SIZE", "40"],
-        ["DATA.IMG_SIZE is 40", "WINDOW_SIZE", "16"],
+    "--resume {root}/run --opts TRAIN.OPTIMIZER.NAME sgd": (
+        "holds optimizer/exp_avg, optimizer/exp_avg_sq ... 'sgd' needs optimizer/momentum_buffer"
     ),
-    "unknown key": (
-        ["--opts", "TRAIN.BASE_LRR", "1"],
-        ["unknown key TRAIN.BASE_LRR", "did you mean TRAIN.BASE_LR?"],
+    "--opts MODEL.PRETRAINED {root}/weights.safetensors": (
+        "head.fc.weight ([2, 2] there ... MODEL.NEW_HEAD True ... MODEL.CLASS_MAP ... "
+        "weights.safetensors ... missing:  ... surplus ... nothing was loaded"
     ),
-    "odd opts": (["--opts", "TRAIN.BASE_LR"], ["TRAIN.BASE_LR", "pairs"]),
-    "wrong type": (["--opts", "TRAIN.EPOCHS", "many"], ["TRAIN.EPOCHS", "'many'", "int"]),
-    "top k": (
-        ["--opts", "MODEL.MOE.TOP_K", "5"],
-        ["MODEL.MOE.TOP_K is 5", "MODEL.MOE.NUM_EXPERTS (4)"],
+    "--opts MODEL.PRETRAINED {root}/run MODEL.CLASS_MAP {root}/map.txt": (
+        "MODEL.CLASS_MAP ... map.txt: 2 lines up to class 5 ... have 2"
     ),
-    "no configuration": (["--cfg", "{root}/none.yaml"], ["none.yaml", "cannot be read"]),
-    "broken configuration": (["--cfg", "{root}/not.yaml"], ["not.yaml", "not valid YAML"]),
-    "batch above the data": (["--opts", "DATA.BATCH_SIZE", "64"], ["DATA.BATCH_SIZE is 64", "48"]),
-    "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "resume is a file": (
-        ["--resume", "{root}/a_file"],
-        ["--resume", "a_file: is a file", "must be a run or a checkpoint"],
+    "--resume {root}/run --opts MODEL.SWINV2.EMBED_DIM 32": (
+        "does not fit ... patch_embed.proj.weight ... nothing was loaded"
     ),
-    "newer format": (
-        ["--resume", "{root}/newer"],
-        ["newer has format version 9, this program knows 1"],
+    "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 0": (
+        "missing: layers.1.blocks.0.mlp.fc1.weight ... unexpected: "
+        "layers.1.blocks.0.mlp.moe.router.weight"
     ),
-    "weights alone": (
-        ["--resume", "{root}/weights"],
-        ["weights holds weights alone", "MODEL.PRETRAINED"],
-    ),
-    "damaged": (
-        ["--resume", "{root}/damaged"],
-        ["damaged: experts/layers.1.blocks.0.mlp.moe/0002", "is missing"],
-    ),
-    "another number of experts": (
-        ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "8"],
-        ["layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model", "nothing was loaded"],
-    ),
-    "another optimiser": (
-        ["--resume", "{root}/run", "--opts", "TRAIN.OPTIMIZER.NAME", "sgd"],
-        ["holds optimizer/exp_avg, optimizer/exp_avg_sq", "'sgd' needs optimizer/momentum_buffer"],
-    ),
-    "other classes": (
-        ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
-        ["head.fc.weight ([2, 2] there", "MODEL.NEW_HEAD True", "MODEL.CLASS_MAP"],
-    ),
-    "class map": (
-        ["--opts", "MODEL.PRETRAINED", "{root}/run", "MODEL.CLASS_MAP", "{root}/map.txt"],
-        ["MODEL.CLASS_MAP", "map.txt: 2 lines up to class 5", "have 2"],
-    ),
-    "another width": (
-        ["--resume", "{root}/run", "--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
-        [
-            "does not fit",
-            "patch_embed.proj.weight",
-            "nothing was loaded",
-        ],
-    ),
-    "dense from experts": (
-        ["--resume", "{root}/run", "--opts", "MODEL.MOE.NUM_EXPERTS", "0"],
-        [
-            "missing: layers.1.blocks.0.mlp.fc1.weight",
-            "unexpected: layers.1.blocks.0.mlp.moe.router.weight",
-        ],
-    ),
-    "weights that do not fit": (
-        ["--opts", "MODEL.PRETRAINED", "{root}/weights.safetensors"],
-        [
-            "weights.safetensors",
-            "missing: ",
-            "surplus",
-            "head.fc.weight ([2, 2] there",
-            "nothing was loaded",
-        ],
-    ),
-    "no weights": (["--opts", "MODEL.PRETRAINED", "{root}/none.pth"], ["none.pth", "no such file"]),
-    "global batch": (
-        ["--opts", "DATA.GLOBAL_BATCH_SIZE", "15", "TRAIN.ACCUMULATION_STEPS", "2"],
-        ["SIZE is 15", "(2)"],
-    ),
-    "pretrained is no checkpoint": (
-        ["--opts", "MODEL.PRETRAINED", "{root}/empty"],
-        ["MODEL.PRETRAINED", "empty"],
-    ),
-    "output is taken": (["--output", "{root}/run"], ["--output", "already holds a run"]),
-    "output is a file": (["--output", "{root}/a_file"], ["--output", "a_file", "is a file"]),
-    "output below a file": (["--output", "{root}/a_file/run"], ["--output", "a_file"]),
-    "no such policy": (["--opts", "AUG.AUTO_AUGMENT", "rnad-m9"], ["AUG.AUTO_AUGMENT", "rnad-m9"]),
+    "--opts MODEL.PRETRAINED {root}/none.pth": "none.pth ... no such file",
+    "--opts DATA.GLOBAL_BATCH_SIZE 15 TRAIN.ACCUMULATION_STEPS 2": "SIZE is 15 ... (2)",
+    "--opts MODEL.PRETRAINED {root}/empty": "MODEL.PRETRAINED ... empty",
+    "--output {root}/run": "--output ... already holds a run",
+    "--output {root}/a_file": "--output ... a_file ... is a file",
+    "--output {root}/a_file/run": "--output ... a_file",
+    "--opts AUG.AUTO_AUGMENT rnad-m9": "AUG.AUTO_AUGMENT ... rnad-m9",
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("words", BAD_INPUT)
 def test_bad_input_is_one_line_and_touches_nothing(
-    case, photographs, outputs, train_command, small, tmp_path
+    words, photographs, outputs, train_command, small, tmp_path
 ):
-    arguments, texts = BAD_INPUT[case]
-    arguments = [argument.format(root=outputs) for argument in arguments]
-    cut = arguments.index("--opts") if "--opts" in arguments else len(arguments)
+    options, _, keys = words.partition("--opts")
     before = snapshot(outputs)
     good = [*CFG, "--data", photographs, "--output", tmp_path / "some" / "new"]
-    finished = train_command(*good, *arguments[:cut], "--opts", *small, *arguments[cut + 1 :])
-    assert_one_line(finished, *texts)
+    finished = train_command(*good, options, "--opts", *small, keys, root=outputs)
+    assert_one_line(finished, BAD_INPUT[words])
     assert snapshot(outputs) == before
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_input_in_a_process_of_its_own(outputs, start_ranks, tmp_path):
     before = snapshot(outputs)
-    (finished,) = start_ranks(
-        1, "tools/train.py", *CFG, "--data", outputs / "nowhere", "--output", tmp_path / "new"
-    )
-    assert_one_line(finished, "DATA.PATH", "nowhere")
-    assert finished.out == ""
+    arguments = [*CFG, "--data", outputs / "nowhere", "--output", tmp_path / "new"]
+    (finished,) = start_ranks(1, "tools/train.py", *arguments)
+    assert_one_line(finished, "DATA.PATH ... nowhere")
     assert snapshot(outputs) == before
     assert list(tmp_path.iterdir()) == []

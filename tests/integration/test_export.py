@@ -1,7 +1,6 @@
 """tools/export.py: programs that equal the model, on their own and in the example; and every input
 that cannot work."""
 
-import builtins
 import csv
 import json
 import shutil
@@ -14,10 +13,11 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 from sklearn.datasets import load_sample_images
-from tool_cases import ROOT, command
+from tool_cases import ROOT, Finished, assert_one_line, command, words
 
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data import build_transform
+from swinv2_moe.export.export import preprocessing
 from swinv2_moe.models import build_model
 from swinv2_moe.train.checkpoint import write_weights
 from swinv2_moe.train.deployed import open_deployed
@@ -28,6 +28,11 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="needs the export extra"
 # torch's, of what torch.export.load reads
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 CLASSES = [f"digit {number}" for number in range(10)]
+# One block without experts, one with.
+TINY = (
+    "MODEL.SWINV2.DEPTHS [1,1] MODEL.SWINV2.NUM_HEADS [2,2] MODEL.MOE.BLOCKS [[],[0]]"
+    " MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0]"
+)
 MODELS = {
     "experts": "MODEL.MOE.TOP_K 2 MODEL.MOE.NORMALIZE_GATES true MODEL.MOE.ROUTER cosine"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0.75",
@@ -39,9 +44,37 @@ MODELS = {
 
 
 @pytest.fixture
-def export(monkeypatch, capsys):
-    """`export(*arguments)`: tools/export.py in this process."""
-    return command("export", monkeypatch, capsys)
+def export(monkeypatch, capsys, checkpoints, tmp_path):
+    """`export(name, *arguments)`: tools/export.py in this process, of a checkpoint to exported/."""
+    run = command("export", monkeypatch, capsys)
+    output = tmp_path / "exported"
+
+    def of(name: str, *arguments: object, **places: Path) -> Finished:
+        good = ["--resume", checkpoints / name, "--output", output]
+        return run(*good, *arguments, **places)
+
+    return of
+
+
+@pytest.fixture
+def classify(monkeypatch, capsys):
+    """`classify(*arguments)`: examples/classify.py in this process."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import classify
+
+    def run(*arguments: object) -> Finished:
+        monkeypatch.setattr(sys, "argv", ["classify.py", *map(str, arguments)])
+        status, message = 0, ""
+        try:
+            classify.main()
+        except SystemExit as stop:
+            status = stop.code
+            if isinstance(status, str):  # which Python prints
+                status, message = 1, f"{status}\n"
+        out, err = capsys.readouterr()
+        return Finished(status, out, err + message)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +83,9 @@ def checkpoints(tmp_path_factory, small):
     comes before."""
     root = tmp_path_factory.mktemp("checkpoints")
     for name, keys in MODELS.items():
-        config = load_config(None, [*small, *keys.split()])
-        model, generator = (
-            build_model(model_config(config), len(CLASSES)),
-            torch.Generator().manual_seed(0),
-        )
+        config = load_config(None, [*small, *f"{TINY} {keys}".split()])
+        model = build_model(model_config(config), len(CLASSES))
+        generator = torch.Generator().manual_seed(0)
         tensors = {
             key: torch.randn(t.shape, generator=generator) * 0.2
             for key, t in model.state_dict().items()
@@ -64,43 +95,20 @@ def checkpoints(tmp_path_factory, small):
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory, checkpoints):
+def exported(tmp_path_factory, checkpoints, start_ranks):
     """The model with experts in both formats, in batches of 3, the last with 2 images; what the
     command has printed."""
     output = tmp_path_factory.mktemp("exported") / "experts"
-    arguments = [
-        "--resume",
-        checkpoints / "experts",
-        "--output",
-        output,
-        "--format",
-        "onnx",
-        "torch",
-    ]
-    done = run_alone(
-        "tools/export.py",
-        *arguments,
-        "--batch-size",
-        "3",
-        "--images",
-        "29",
-        "--opts",
-        "DEVICE",
-        "cpu",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return output, done.stdout
+    arguments = ["--resume", checkpoints / "experts", "--output", output, "--format onnx torch"]
+    more = "--batch-size 3 --images 29 --opts DEVICE cpu"
+    (done,) = start_ranks(1, "tools/export.py", *arguments, more)
+    assert (done.status, done.err) == (0, "")
+    return output, done.out
 
 
-def run_alone(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def run_alone(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, *words(*arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
 def model_of(checkpoint: Path) -> torch.nn.Module:
@@ -124,11 +132,8 @@ def test_both_programs_equal_the_model(exported, checkpoints):
 
 def test_what_is_printed_and_written(exported):
     directory, printed = exported
-    assert sorted(path.name for path in directory.iterdir()) == [
-        "model.json",
-        "model.onnx",
-        "model.pt2",
-    ]
+    names = ["model.json", "model.onnx", "model.pt2"]
+    assert sorted(path.name for path in directory.iterdir()) == names
     spec = json.loads((directory / "model.json").read_text())
     assert spec["input"] == {"name": "images", "dtype": "float32", "shape": [3, 3, 16, 16]}
     assert spec["output"] == {"name": "logits", "dtype": "float32", "shape": [3, 10]}
@@ -140,33 +145,31 @@ def test_what_is_printed_and_written(exported):
         " the checkpoint, '0' in the data"
     )
     assert spec["other_class_names"] in printed.splitlines()
-    rows = [line.split() for line in printed.splitlines()]
     for program in spec["programs"].values():
         assert program["images"] == 29
         assert program["max_abs_difference"] < 1e-4 * program["max_abs_logit"]
         assert program["same_top1"] == 100
         assert program["program_top1"] == program["model_top1"]
         assert [len(program["milliseconds"][name]) for name in ("program", "model")] == [20, 20]
-        assert (
-            program["files"][program["file"]]["bytes"]
-            == (directory / program["file"]).stat().st_size
-        )
-    onnx_program, torch_program = (spec["programs"][kind] for kind in ("onnx", "torch"))
-    differences = [
-        f"{program['max_abs_difference']:.2g}" for program in (onnx_program, torch_program)
-    ]
-    assert ["largest", "difference", *differences] in rows
+        size = (directory / program["file"]).stat().st_size
+        assert program["files"][program["file"]]["bytes"] == size
+    differences = [spec["programs"][kind]["max_abs_difference"] for kind in ("onnx", "torch")]
+    row = ["largest", "difference", *(f"{difference:.2g}" for difference in differences)]
+    assert row in [line.split() for line in printed.splitlines()]
     assert "experts, step 7, 4 experts, capacity factor 0.75; float32" in printed
 
 
 def test_programs_run_without_this_project(exported, tmp_path):
     """A process that cannot import it: neither operations nor classes of ours are in the files."""
-    code = "import sys; sys.modules.update(dict.fromkeys(('moe_core', 'swinv2_moe', 'timm')));"
-    code += (
-        "import torch; logits = torch.export.load(sys.argv[1]).module()(torch.zeros(3, 3, 16, 16));"
-    )
-    code += "assert logits.shape == (3, 10)"
-    done = run_alone("-W", "ignore", "-c", code, exported[0] / "model.pt2", cwd=tmp_path)
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("moe_core", "swinv2_moe", "timm")))
+import torch
+logits = torch.export.load(sys.argv[1]).module()(torch.zeros(3, 3, 16, 16))
+assert logits.shape == (3, 10)
+"""
+    (tmp_path / "alone.py").write_text(code)
+    done = run_alone("-W ignore", tmp_path / "alone.py", exported[0] / "model.pt2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     onnx.checker.check_model(exported[0] / "model.onnx")
     assert {node.domain for node in onnx.load(exported[0] / "model.onnx").graph.node} == {""}
@@ -184,82 +187,51 @@ def test_a_capacity_makes_every_shape_fixed(exported):
 
 @torch.no_grad()
 def test_dropless_takes_any_number_of_images(export, checkpoints, tmp_path):
-    arguments = [
-        "--resume",
-        checkpoints / "released",
-        "--output",
-        tmp_path / "any",
-        "--batch-size",
-        "0",
-    ]
-    finished = export(
-        *arguments, "--format", "torch", "onnx", "--images", "16", "--opts", "DEVICE", "cpu"
-    )
+    options = "--batch-size 0 --format torch onnx --images 16 --opts DEVICE cpu"
+    finished = export("released", options)
     assert (finished.status, finished.err) == (0, "")
-    spec = json.loads((tmp_path / "any" / "model.json").read_text())
+    exported = tmp_path / "exported"
+    spec = json.loads((exported / "model.json").read_text())
     assert spec["input"]["shape"] == [None, 3, 16, 16]
-    model, program = (
-        model_of(checkpoints / "released"),
-        torch.export.load(tmp_path / "any" / "model.pt2").module(),
-    )
+    model = model_of(checkpoints / "released")
+    program = torch.export.load(exported / "model.pt2").module()
     for count in (1, 5, 32):
         images = torch.randn(count, 3, 16, 16)
-        torch.testing.assert_close(
-            onnx_logits(tmp_path / "any", images), model(images), rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(program(images), model(images), rtol=1e-4, atol=1e-4)
+        wanted = model(images)
+        torch.testing.assert_close(onnx_logits(exported, images), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(program(images), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("bfloat16", onnx.TensorProto.BFLOAT16), ("int8", onnx.TensorProto.INT8)]
 )
-def test_smaller_weights(export, checkpoints, tmp_path, dtype, kind):
-    arguments = [
-        "--resume",
-        checkpoints / "experts",
-        "--output",
-        tmp_path / dtype,
-        "--dtype",
-        dtype,
-    ]
-    finished = export(*arguments, "--batch-size", "3", "--opts", "DEVICE", "cpu")
+def test_smaller_weights(export, tmp_path, dtype, kind):
+    finished = export("experts", "--dtype", dtype, "--batch-size 3 --opts DEVICE cpu")
     assert (finished.status, finished.err) == (0, "")
-    weights = onnx.load(tmp_path / dtype / "model.onnx").graph.initializer
+    weights = onnx.load(tmp_path / "exported" / "model.onnx").graph.initializer
     small = [weight for weight in weights if weight.data_type == kind and len(weight.dims) > 1]
-    # the products of three blocks' attention (2 each), a dense FFN, two layers of four experts, two
-    # mergings, the head
-    assert len(small) == 3 * 2 + 2 + 2 * 4 * 2 + 2 + 1
-    routers = [weight for weight in weights if weight.name.endswith(".router.projector.weight")]
-    assert [weight.data_type for weight in routers] == [onnx.TensorProto.FLOAT] * 2
-    program = json.loads((tmp_path / dtype / "model.json").read_text())["programs"]["onnx"]
+    # the products of two blocks' attention (2 each), a dense FFN, four experts, a merging, the head
+    assert len(small) == 2 * 2 + 2 + 4 * 2 + 1 + 1
+    (router,) = (weight for weight in weights if weight.name.endswith(".router.projector.weight"))
+    assert router.data_type == onnx.TensorProto.FLOAT
+    program = json.loads((tmp_path / "exported" / "model.json").read_text())["programs"]["onnx"]
     assert program["same_top1"] >= 90
 
 
-def test_bfloat16_for_torch_and_a_dense_model_of_grey_images_without_data(
-    export, checkpoints, tmp_path
-):
-    arguments = [
-        "--resume",
-        checkpoints / "dense",
-        "--output",
-        tmp_path / "half",
-        "--dtype",
-        "bfloat16",
-    ]
-    chosen = ["--format", "torch", "--batch-size", "0", "--images", "13", "--opts", "DEVICE", "cpu"]
-    finished = export(*arguments, *chosen)
+def test_bfloat16_for_torch_and_a_dense_model_of_grey_images_without_data(export, tmp_path):
+    options = "--dtype bfloat16 --format torch --batch-size 0 --images 13 --opts DEVICE cpu"
+    finished = export("dense", options)
     assert (finished.status, finished.err) == (0, "")
     assert ", dense; bfloat16\n" in finished.out
-    assert finished.out.startswith(
-        "compared on random images: DATA.PATH is 'gone': no such directory\n"
-    )
+    says = "compared on random images: DATA.PATH is 'gone': no such directory\n"
+    assert finished.out.startswith(says)
     assert "\n13 random images, timed in batches of 8: " in finished.out
+    exported = tmp_path / "exported"
     (tmp_path / "ordinary").mkdir()
-    assert (tmp_path / "half").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-    program = torch.export.load(tmp_path / "half" / "model.pt2")
-    assert {
-        tensor.dtype for tensor in program.state_dict.values() if tensor.is_floating_point()
-    } == {torch.bfloat16}
+    assert exported.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    tensors = torch.export.load(exported / "model.pt2").state_dict.values()
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    assert dtypes == {torch.bfloat16}
 
 
 # The example
@@ -278,20 +250,14 @@ def photographs(tmp_path_factory) -> list[Path]:
 @torch.no_grad()
 def test_the_example_says_what_the_model_says(exported, checkpoints, photographs):
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
-        model, transform = (
-            deployed.model(len(CLASSES)),
-            build_transform(deployed.data, is_train=False),
-        )
-    for file in photographs:
-        done = run_alone("examples/classify.py", exported[0], file)
-        assert (done.returncode, done.stderr) == (0, "")
-        images = transform(Image.open(file).convert("RGB")).expand(3, -1, -1, -1)
-        odds, best = model(images)[0].softmax(0).topk(5)
-        wanted = [
-            f"{share:6.1%}  {CLASSES[number]}"
-            for share, number in zip(odds.tolist(), best.tolist(), strict=True)
-        ]
-        assert done.stdout.splitlines() == wanted
+        model = deployed.model(len(CLASSES))
+        transform = build_transform(deployed.data, is_train=False)
+    done = run_alone("examples/classify.py", exported[0], photographs[0])
+    assert (done.returncode, done.stderr) == (0, "")
+    images = transform(Image.open(photographs[0]).convert("RGB")).expand(3, -1, -1, -1)
+    odds, best = model(images)[0].softmax(0).topk(5)
+    shares = zip(odds.tolist(), best.tolist(), strict=True)
+    assert done.stdout.splitlines() == [f"{share:6.1%}  {CLASSES[n]}" for share, n in shares]
 
 
 @pytest.mark.parametrize("size", [(300, 200), (401, 533), (64, 640), (192, 192), (9, 7), (3, 9000)])
@@ -302,21 +268,13 @@ def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkey
     monkeypatch.syspath_prepend(ROOT / "examples")
     from classify import prepare
 
-    from swinv2_moe.export.export import preprocessing
-
     config = load_config(None, keys.split())
-    picture = Image.fromarray(
-        np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8)
-    )
-    spec = {
-        "preprocessing": preprocessing(data_config(config)),
-        "input": {"shape": [1, 3, 192, 192]},
-    }
-    found, wanted = (
-        torch.from_numpy(prepare(picture, spec)),
-        build_transform(data_config(config), is_train=False)(picture),
-    )
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    pixels = np.random.default_rng(0).integers(0, 256, (*reversed(size), 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels)
+    how = preprocessing(data_config(config))
+    found = prepare(picture, {"preprocessing": how, "input": {"shape": [1, 3, 192, 192]}})
+    wanted = build_transform(data_config(config), is_train=False)(picture)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -326,10 +284,9 @@ def test_the_example_reads_pictures_alone_and_none_that_is_too_large(monkeypatch
 
     Image.new("L", (30, 20), 7).save(tmp_path / "good.png")
     assert read(str(tmp_path / "good.png")).getpixel((0, 0)) == 7
-    (tmp_path / "eps.png").write_bytes(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
-    )
-    Image.new("L", (13_000, 13_000)).save(tmp_path / "large.png")
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
+    (tmp_path / "eps.png").write_bytes(postscript)
+    Image.new("1", (13_000, 13_000)).save(tmp_path / "large.png", compress_level=1)
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:30])
     for name, says in (
         ("eps", "cannot identify image file"),
@@ -341,18 +298,16 @@ def test_the_example_reads_pictures_alone_and_none_that_is_too_large(monkeypatch
             read(tmp_path / f"{name}.png")
 
 
-def test_the_example_says_what_it_needs(tmp_path):
-    done = run_alone("examples/classify.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "EXPORTED_DIR PICTURE_OR_FOLDER" in done.stderr
-    done = run_alone("examples/classify.py", tmp_path, "picture.png")
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"{tmp_path}: no model.onnx, which tools/export.py --format onnx writes\n",
-    )
+def test_the_example_says_what_it_needs(classify, tmp_path):
+    done = classify()
+    assert (done.status, done.out) == (2, "")
+    assert "EXPORTED_DIR PICTURE_OR_FOLDER" in done.err
+    done = classify(tmp_path, "picture.png")
+    says = f"{tmp_path}: no model.onnx, which tools/export.py --format onnx writes\n"
+    assert done == (1, "", says)
 
 
-def test_the_example_classifies_folders(exported, photographs, tmp_path):
+def test_the_example_classifies_folders(classify, exported, photographs, tmp_path):
     """More pictures than the batch of 3, upright and turned; a broken one is named."""
     folder = tmp_path / "pictures"
     (folder / "deeper").mkdir(parents=True)
@@ -364,17 +319,18 @@ def test_the_example_classifies_folders(exported, photographs, tmp_path):
     for number in range(3):
         shutil.copy(photographs[1], folder / "deeper" / f"{number}.PNG")
     (folder / "broken.jpg").write_bytes(b"not a picture")
-    words = [exported[0], folder, "--top-k", "2", "--csv", tmp_path / "out.csv"]
-    done = run_alone("examples/classify.py", *words)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"{folder}/broken.jpg: not a picture that can be read (")
-    assert len(done.stdout.splitlines()) == 3 * 5
+    done = classify(exported[0], folder, "--top-k", 2, "--csv", tmp_path / "out.csv")
+    assert done.status == 1
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith(f"{folder}/broken.jpg: not a picture that can be read (")
+    assert len(done.out.splitlines()) == 3 * 5
     with (tmp_path / "out.csv").open(newline="") as file:
         rows = {Path(row["file"]).name: row for row in csv.DictReader(file)}
     assert list(rows) == ["0.PNG", "1.PNG", "2.PNG", "turned.png", "upright.png"]
     assert set(rows["0.PNG"]) == {"file", "class", "probability", "class_2", "probability_2"}
     assert rows["0.PNG"]["class"] in CLASSES
+    same = ("class", "class_2")
+    assert [rows["turned.png"][key] for key in same] == [rows["upright.png"][key] for key in same]
 
 
 # what is wrong with the exported directory, and what the one line says
@@ -388,30 +344,29 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_the_example_names_what_is_damaged(case, exported, photographs, tmp_path):
+def test_the_example_names_what_is_damaged(case, classify, exported, photographs, tmp_path):
     name, content, says = DAMAGE[case]
     shutil.copytree(exported[0], tmp_path / "model")
     (tmp_path / "model" / name).unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
-    done = run_alone("examples/classify.py", tmp_path / "model", photographs[0])
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"{tmp_path}/model/{says}"), done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    done = classify(tmp_path / "model", photographs[0])
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith(f"{tmp_path}/model/{says}"), done.err
+    assert len(done.err.splitlines()) == 1
 
 
-def test_the_example_refuses_what_is_no_input(exported, photographs, tmp_path):
+def test_the_example_refuses_what_is_no_input(classify, exported, photographs, tmp_path):
     (tmp_path / "empty").mkdir()
-    for words, status, says in (
+    for arguments, status, says in (
         ([tmp_path / "empty"], 1, f"{tmp_path}/empty: holds no pictures (.jpg"),
         ([tmp_path / "gone.jpg"], 1, f"{tmp_path}/gone.jpg: not a picture that can be read ("),
         ([photographs[0], "--csv", tmp_path / "none/a.csv"], 1, f"--csv {tmp_path}/none/a.csv: "),
         ([photographs[0], "--top-k", "0"], 2, "--top-k is 0, it must be at least 1"),
     ):
-        done = run_alone("examples/classify.py", exported[0], *words)
-        assert done.returncode == status
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
+        done = classify(exported[0], *arguments)
+        assert done.status == status
+        assert says in done.err
 
 
 # Bad input
@@ -419,159 +374,85 @@ def test_the_example_refuses_what_is_no_input(exported, photographs, tmp_path):
 # arguments after the good ones ({root}: checkpoints, {tmp}: an empty directory), and what the one
 # line must name
 BAD_INPUT = {
-    "format": (["--format", "tflite"], ["--format is 'tflite', allowed: onnx, torch"]),
-    "dtype": (
-        ["--dtype", "float16"],
-        ["--dtype is 'float16'", "onnx takes float32, bfloat16, int8"],
+    "--format tflite": "--format is 'tflite', allowed: onnx, torch",
+    "--dtype float16": "--dtype is 'float16' ... onnx takes float32, bfloat16, int8",
+    "--format torch --dtype int8": "'int8' ... torch takes float32, bfloat16",
+    "--batch-size -1": "--batch-size is -1, it must be at least 0",
+    "--images 0": "--images is 0, it must be at least 1",
+    "--capacity-factor nan": "MODEL.MOE.EVAL_CAPACITY_FACTOR ... nan",
+    "--batch-size 0": "--batch-size 0 (any) needs --capacity-factor 0 (dropless) ... at 0.75",
+    "--batch-size 0 --opts MODEL.MOE.ROUTER expert_choice": (
+        "--batch-size 0 (any) ... MODEL.MOE.ROUTER 'expert_choice' ... the number of images"
     ),
-    "int8 for torch": (
-        ["--format", "torch", "--dtype", "int8"],
-        ["'int8'", "torch takes float32, bfloat16"],
+    "--batch-size 0 --opts MODEL.MOE.ROUTER soft": (
+        "--batch-size 0 (any) ... MODEL.MOE.ROUTER 'soft' ... the number of images"
     ),
-    "batch size": (["--batch-size", "-1"], ["--batch-size is -1, it must be at least 0"]),
-    "no images": (["--images", "0"], ["--images is 0, it must be at least 1"]),
-    "capacity": (["--capacity-factor", "nan"], ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "nan"]),
-    "any batch": (
-        ["--batch-size", "0"],
-        ["--batch-size 0 (any) needs --capacity-factor 0 (dropless)", "at 0.75"],
+    "--capacity-factor 0 --opts MODEL.MOE.ROUTER expert_choice": (
+        "--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice' ... must not be 0"
     ),
-    "any batch where experts choose": (
-        ["--batch-size", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
-        ["--batch-size 0 (any)", "MODEL.MOE.ROUTER 'expert_choice'", "the number of images"],
+    "--capacity-factor 1 --opts MODEL.MOE.ROUTER soft": (
+        "--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"
     ),
-    "any batch of Soft MoE": (
-        ["--batch-size", "0", "--opts", "MODEL.MOE.ROUTER", "soft"],
-        ["--batch-size 0 (any)", "MODEL.MOE.ROUTER 'soft'", "the number of images"],
-    ),
-    "dropless where experts choose": (
-        ["--capacity-factor", "0", "--opts", "MODEL.MOE.ROUTER", "expert_choice"],
-        ["--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice'", "must not be 0"],
-    ),
-    "capacity of Soft MoE": (
-        ["--capacity-factor", "1", "--opts", "MODEL.MOE.ROUTER", "soft"],
-        ["--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"],
-    ),
-    "dense": (
-        ["--resume", "{root}/dense", "--capacity-factor", "2"],
-        ["--capacity-factor 2", "no experts"],
-    ),
-    "no checkpoint": (["--resume", "{tmp}"], ["--resume", "holds no checkpoint"]),
-    "a file": (
-        ["--resume", "{root}/experts/model.safetensors"],
-        ["is a file, it must be a run or a checkpoint"],
-    ),
-    "another model": (
-        ["--opts", "MODEL.SWINV2.EMBED_DIM", "32"],
-        ["does not fit", "patch_embed.proj.weight"],
-    ),
-    "other classes": (
-        ["--data", "{data}"],
-        ["none of the classes of the data", "10 in all", "blue, red"],
-    ),
-    "no data": (["--data", "{tmp}/none"], ["DATA.PATH", "none"]),
-    "no data by opts": (
-        ["--opts", "DATA.DATASET", "folder", "DATA.PATH", "{tmp}/none"],
-        ["DATA.PATH", "none"],
-    ),
-    "existing output": (["--output", "{root}"], ["--output", "already exists"]),
-    "output in a file": (
-        ["--output", "{root}/experts/meta.json/exported"],
-        ["--output", "cannot be written"],
-    ),
+    "--resume {root}/dense --capacity-factor 2": "--capacity-factor 2 ... no experts",
+    "--resume {tmp}": "--resume ... holds no checkpoint",
+    "--resume {root}/experts/model.safetensors": "is a file, it must be a run or a checkpoint",
+    "--opts MODEL.SWINV2.EMBED_DIM 32": "does not fit ... patch_embed.proj.weight",
+    "--data {data}": "none of the classes of the data ... 10 in all ... blue, red",
+    "--data {tmp}/none": "DATA.PATH ... none",
+    "--opts DATA.DATASET folder DATA.PATH {tmp}/none": "DATA.PATH ... none",
+    "--output {root}": "--output ... already exists",
+    "--output {root}/experts/meta.json/exported": "--output ... cannot be written",
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_line(case, export, checkpoints, tmp_path, monkeypatch, make_photographs):
-    def too_late(*args):
-        raise AssertionError("a program was written")
-
-    monkeypatch.setattr("swinv2_moe.export.programs.write_program", too_late)
-    arguments, texts = BAD_INPUT[case]
-    places = {
-        "root": checkpoints,
-        "tmp": tmp_path,
-        "data": make_photographs() if "{data}" in arguments else "",
-    }
-    good = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported"]
-    assert_one_line(export(*good, *[word.format(**places) for word in arguments]), texts)
+@pytest.mark.parametrize("options", BAD_INPUT)
+def test_bad_input_is_one_line(
+    options, export, checkpoints, tmp_path, monkeypatch, make_photographs
+):
+    """Before a program is written."""
+    monkeypatch.setattr("swinv2_moe.export.programs.write_program", None)
+    places = {"root": checkpoints, "tmp": tmp_path}
+    if "{data}" in options:
+        places["data"] = make_photographs()
+    assert_one_line(export("experts", options, **places), BAD_INPUT[options])
     assert list(tmp_path.iterdir()) == []
 
 
-def assert_one_line(finished, texts: list[str]) -> None:
-    assert (finished.status, finished.out) == (2, "")
-    lines = finished.err.splitlines()
-    assert len(lines) == 1, finished.err
-    assert [text for text in texts if text not in lines[0]] == [], lines[0]
-
-
-def test_a_program_that_differs_is_not_kept(export, checkpoints, tmp_path, monkeypatch):
+def test_a_program_that_differs_is_not_kept(export, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules["swinv2_moe.export.export"].TOLERANCES, "float32", 1e-12)
     (tmp_path / ".exported.tmp").mkdir()  # somebody's
-    finished = export(
-        "--resume", checkpoints / "dense", "--output", tmp_path / "exported", "--format", "torch"
-    )
-    assert_one_line(
-        finished, ["the torch program's logits differ from the model's by", "nothing is written"]
-    )
+    says = "the torch program's logits differ from the model's by ... nothing is written"
+    assert_one_line(export("dense", "--format torch"), says)
     assert [path.name for path in tmp_path.iterdir()] == [".exported.tmp"]
 
 
-def test_only_what_cannot_be_written_is_laid_to_the_output(
-    export, checkpoints, tmp_path, monkeypatch
-):
+def test_only_what_cannot_be_written_is_laid_to_the_output(export, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
     def broken(*args):
         raise OSError("a picture is gone")
 
-    arguments = [
-        "--resume",
-        checkpoints / "dense",
-        "--output",
-        tmp_path / "exported",
-        "--format",
-        "torch",
-    ]
     monkeypatch.setattr("swinv2_moe.export.programs.write_program", full)
-    assert_one_line(
-        export(*arguments), ["--output", "exported: cannot be written ([Errno 28] No space left"]
-    )
+    says = "--output ... exported: cannot be written ([Errno 28] No space left"
+    assert_one_line(export("dense", "--format torch"), says)
     monkeypatch.setattr("swinv2_moe.export.programs.write_program", lambda *args: None)
     monkeypatch.setattr("swinv2_moe.export.programs.load_program", lambda *args: None)
     monkeypatch.setattr(sys.modules["swinv2_moe.export.export"], "compare", broken)
     with pytest.raises(OSError, match=r"^a picture is gone$"):
-        export(*arguments)
+        export("dense", "--format torch")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_named(export, checkpoints, tmp_path, monkeypatch):
-    def without_onnxscript(name, *args, original=builtins.__import__, **kwargs):
-        if name == "onnxscript":
-            raise ModuleNotFoundError("No module named 'onnxscript'")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_onnxscript)
-    finished = export("--resume", checkpoints / "dense", "--output", tmp_path / "exported")
-    assert_one_line(
-        finished,
-        ["needs the export extra", "pip install -e '.[export]'", "No module named 'onnxscript'"],
-    )
+def test_a_missing_package_is_named(export, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    says = "needs the export extra ... pip install -e '.[export]' ... onnxscript"
+    assert_one_line(export("dense"), says)
 
 
 def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
-    arguments = [
-        "--resume",
-        checkpoints / "experts",
-        "--output",
-        tmp_path / "exported",
-        "--opts",
-        "DEVICE",
-        "cpu",
-    ]
-    ended = start_ranks(2, "tools/export.py", *arguments)
-    assert [outcome.status for outcome in ended] == [2, 2]
+    arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported"]
+    ended = start_ranks(2, "tools/export.py", *arguments, "--opts DEVICE cpu")
     error = "error: one process exports, here are 2: start it without torchrun"
-    assert [outcome.err for outcome in ended] == [f"{error}\n", f"{error} (rank 1)\n"]
+    assert ended == [(2, "", f"{error}\n"), (2, "", f"{error} (rank 1)\n")]
     assert list(tmp_path.iterdir()) == []

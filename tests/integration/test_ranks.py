@@ -1,4 +1,4 @@
-"""One, two and four processes train the same model, and every expert exists once."""
+"""One and four processes train the same model, and every expert exists once."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tool_cases import command
+from tool_cases import assert_one_line, command
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
@@ -20,15 +20,11 @@ QUICKSTART = "configs/quickstart_digits.yaml"
 # Dropless, no noise, no dropout, no auxiliary loss: what is left does not depend on how tokens lie
 # on ranks.
 EXACT = (
-    "MODEL.MOE.CAPACITY_FACTOR 0.0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0 MODEL.MOE.GATE_NOISE 0.0"
-    " DEVICE cpu"
+    "MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
+    " MODEL.DROP_PATH_RATE 0 MODEL.MOE.AUX_LOSS_WEIGHT 0 MODEL.MOE.NUM_EXPERTS 8"
 )
-EXACT += (
-    " MODEL.DROP_PATH_RATE 0.0 MODEL.MOE.AUX_LOSS_WEIGHT 0.0 PRINT_FREQ 1 TRAIN.EPOCHS 2"
-    " TRAIN.WARMUP_EPOCHS 1"
-)
-EXACT += " TRAIN.MAX_STEPS 20 DATA.NUM_WORKERS 0"
-LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.1.mlp.moe"]
+STEPS = 8
+LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +33,19 @@ def in_the_repository(monkeypatch, request):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, start_ranks):
-    """{ranks: (run directory, what the first printed)} for 1, 2 and 4 processes at a global batch
-    of 64."""
+def runs(tmp_path_factory, start_ranks, small):
+    """{ranks: (run directory, what the first printed)} for 1 and 4 processes at a global batch of
+    64."""
     root, found = tmp_path_factory.mktemp("ranks"), {}
-    for ranks in (1, 2, 4):
-        run = ["--cfg", QUICKSTART, "--output", root / str(ranks)]
-        ended = start_ranks(
-            ranks, "tools/train.py", *run, "--opts", *EXACT.split(), "DATA.BATCH_SIZE", 64 // ranks
-        )
+    for ranks in (1, 4):
+        opts = [*small, EXACT, "DATA.BATCH_SIZE", 64 // ranks, "TRAIN.MAX_STEPS", STEPS]
+        output = root / str(ranks)
+        words = ["--cfg", QUICKSTART, "--output", output, "--opts", *opts]
+        ended = start_ranks(ranks, "tools/train.py", *words)
         assert [outcome.status for outcome in ended] == [0] * ranks, ended
         assert not any(outcome.out for outcome in ended[1:])
         assert not any(outcome.err for outcome in ended), ended
-        found[ranks] = (root / str(ranks), ended[0].out)
+        found[ranks] = (output, ended[0].out)
     return found
 
 
@@ -58,26 +54,23 @@ def losses(run):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_loss_curve_does_not_depend_on_the_ranks(ranks, runs):
+def test_the_loss_curve_does_not_depend_on_the_ranks(runs):
+    """Sums in another order differ by some 2^-24; eight steps make that larger, by far less than
+    100 times. An image in a tie may be classified otherwise."""
     single = losses(runs[1][0])
-    assert len(single) == 20
-    assert single[-1] < 0.9 * single[0]
-    assert losses(runs[ranks][0]) == pytest.approx(single, rel=1e-4)
-    summaries = [json.loads((runs[n][0] / "summary.json").read_text()) for n in (1, ranks)]
-    assert summaries[1]["world_size"] == ranks
-    assert summaries[1]["parameters"] == summaries[0]["parameters"]
-    assert summaries[1]["val_top1"] == pytest.approx(summaries[0]["val_top1"], abs=100 * 1.5 / 360)
+    assert len(single) == STEPS
+    assert single[-1] < single[0]
+    assert losses(runs[4][0]) == pytest.approx(single, rel=1e-4)
+    one, four = (json.loads((runs[n][0] / "summary.json").read_text()) for n in (1, 4))
+    assert four["world_size"] == 4
+    assert four["parameters"] == one["parameters"]
+    assert four["val_top1"] == pytest.approx(one["val_top1"], abs=100 * 1.5 / 360)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_only_the_first_rank_speaks(ranks, runs):
+def test_only_the_first_rank_speaks(runs):
     compiling = "moe_core kernels: compiling"  # on a machine that has not done so before
-    lines = [
-        line
-        for line in runs[ranks][1].splitlines()
-        if line.strip() and not line.startswith(compiling)
-    ]
+    lines = [line for line in runs[4][1].splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(compiling)]
     starts = (
         "swinv2_moe \\(",
         "moe_core kernels: .*torch on cpu",
@@ -89,7 +82,7 @@ def test_only_the_first_rank_speaks(ranks, runs):
     )
     assert len(lines) == len(starts), lines
     assert all(re.match(start, line) for line, start in zip(lines, starts, strict=True)), lines
-    assert f"{ranks} processes on cpu" in lines[0]
+    assert "4 processes on cpu" in lines[0]
 
 
 def test_a_checkpoint_holds_every_expert_once(runs):
@@ -103,13 +96,11 @@ def test_a_checkpoint_holds_every_expert_once(runs):
         expected, found = load_file(single / file), load_file(spread / file)
         assert expected.keys() == found.keys()
         for name in expected:
-            torch.testing.assert_close(
-                found[name], expected[name], rtol=1e-2, atol=1e-3, msg=f"{file} {name}"
-            )
+            same = torch.allclose(found[name], expected[name], rtol=1e-2, atol=1e-3)
+            assert same, f"{file} {name}"
     for layer in LAYERS:
-        experts = [
-            load_file(spread / "experts" / layer / f"{e:04d}.safetensors")["w1"] for e in range(8)
-        ]
+        files = [spread / "experts" / layer / f"{e:04d}.safetensors" for e in range(8)]
+        experts = [load_file(file)["w1"] for file in files]
         assert all((experts[a] - experts[b]).abs().max() > 1e-3 for a in range(8) for b in range(a))
 
 
@@ -117,15 +108,14 @@ def test_a_checkpoint_of_four_ranks_in_one_process(runs, monkeypatch, capsys):
     summary = json.loads((runs[4][0] / "summary.json").read_text())
     finished = command("evaluate", monkeypatch, capsys)("--resume", runs[4][0])
     assert (finished.status, finished.err) == (0, "")
-    assert ["360", f"{summary['val_top1']:.2f}%"] in [
-        line.split()[:2] for line in finished.out.splitlines()
-    ]
+    rows = [line.split()[:2] for line in finished.out.splitlines()]
+    assert ["360", f"{summary['val_top1']:.2f}%"] in rows
 
 
-def test_a_run_of_two_ranks_goes_on_in_one_process(runs, train_command, tmp_path):
-    opts = [*EXACT.split(), "DATA.BATCH_SIZE", "64", "TRAIN.MAX_STEPS", "22"]
-    output = ["--output", tmp_path / "run"]
-    finished = train_command("--cfg", QUICKSTART, "--resume", runs[2][0], *output, "--opts", *opts)
+def test_a_run_of_four_ranks_goes_on_in_one_process(runs, train_command, small, tmp_path):
+    opts = [*small, EXACT, "DATA.BATCH_SIZE 64 TRAIN.MAX_STEPS", STEPS + 2]
+    words = ["--cfg", QUICKSTART, "--resume", runs[4][0], "--output", tmp_path / "run"]
+    finished = train_command(*words, "--opts", *opts)
     assert (finished.status, finished.err) == (0, "")
     assert len(losses(tmp_path / "run")) == 2
 
@@ -165,12 +155,10 @@ def test_ranks_share_the_experts_out(request, monkeypatch):
 
 
 def test_experts_that_do_not_divide_over_the_ranks(start_ranks, tmp_path):
-    opts = ["MODEL.MOE.NUM_EXPERTS", "3", "DEVICE", "cpu"]
-    ended = start_ranks(
-        2, "tools/train.py", "--cfg", QUICKSTART, "--output", tmp_path / "run", "--opts", *opts
-    )
-    assert [outcome.status for outcome in ended] == [2, 2]
-    error = "error: MODEL: num_experts (3) must be divisible by the expert-parallel size (2)"
-    assert ended[0].err == f"{error}\n"
-    assert ended[1].err == f"{error} (rank 1)\n"  # no launcher has ended it
+    words = ["--cfg", QUICKSTART, "--output", tmp_path / "run"]
+    keys = "--opts MODEL.MOE.NUM_EXPERTS 3 DEVICE cpu"
+    first, second = start_ranks(2, "tools/train.py", *words, keys)
+    says = "MODEL: num_experts (3) must be divisible by the expert-parallel size (2)"
+    assert_one_line(first, f"error: {says}")
+    assert_one_line(second, f"error: {says} (rank 1)")  # no launcher has ended it
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""tools/show_routing.py on a run of one step, with folders of JPEGs: figures, table, and inputs
+"""tools/show_routing.py on a small run, with folders of JPEGs: figures, table, and inputs
 that cannot work."""
 
 import json
@@ -7,10 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from tool_cases import command
-
-from swinv2_moe.config import load_config
-from swinv2_moe.train import train
+from tool_cases import assert_one_line, command
 
 LAYERS = ["layers.1.blocks.0", "layers.2.blocks.0"]
 
@@ -21,51 +18,27 @@ def show_routing(monkeypatch, capsys):
     return command("show_routing", monkeypatch, capsys)
 
 
-@pytest.fixture(scope="module")
-def photographs(make_photographs):
-    return make_photographs()
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, photographs, small):
-    """Runs of one step, moe and dense."""
-    root = tmp_path_factory.mktemp("show_routing")
-    for name, experts in (("moe", "4"), ("dense", "0")):
-        keys = ["TRAIN.MAX_STEPS", "1", "DATA.DATASET", "folder", "MODEL.MOE.NUM_EXPERTS", experts]
-        train(load_config(None, [*small, *keys], data=str(photographs), output=str(root / name)))
-    return root
-
-
 def test_figures_table_and_file(show_routing, runs, tmp_path):
-    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "new")
+    finished = show_routing("--resume", runs / "experts", "--output", tmp_path / "new")
     assert (finished.status, finished.err) == (0, "")
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
-        "classes.png",
-        "load.png",
-        "routing.json",
-        "routing.png",
-    ]
+    names = ["classes.png", "load.png", "routing.json", "routing.png"]
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == names
     assert Image.open(tmp_path / "new" / "routing.png").size[1] > 8 * 128  # eight images
     found = json.loads((tmp_path / "new" / "routing.json").read_text())
-    assert (found["step"], found["images"], found["classes"], found["class_bits"]) == (1, 16, 2, 1)
+    assert (found["step"], found["images"], found["classes"]) == (3, 13, 2)  # the best
+    assert found["class_bits"] == pytest.approx(0.961, abs=1e-3)  # 8 of 13 images are blue
     assert list(found["layers"]) == LAYERS
     rows = [line.split() for line in finished.out.splitlines()]
     for layer, values in found["layers"].items():
         bits = values["bits"]
-        assert sum(values["load"]) == pytest.approx(4, abs=1e-3)
+        assert sum(values["load"]) == pytest.approx(6, abs=1e-3)
         assert bits["colour"] > 0.9 * bits["class"] > 0.1  # red and blue
         assert bits["class"] > 2 * bits["class_by_chance"]
-        numbers = [
-            f"{bits[name]:.3f}"
-            for name in ("class", "class_by_chance", "position", "colour", "contrast")
-        ]
-        assert [
-            layer,
-            f"{values['experts_used']}/4",
-            f"{max(values['load']):.2f}",
-            *numbers,
-        ] in rows
-    assert "dropless, 16 validation images at 16 px, 2 classes" in finished.out
+        names = ("class", "class_by_chance", "position", "colour", "contrast")
+        numbers = [f"{bits[name]:.3f}" for name in names]
+        used, largest = f"{values['experts_used']}/6", f"{max(values['load']):.2f}"
+        assert [layer, used, largest, *numbers] in rows
+    assert "dropless, 13 validation images at 16 px, 2 classes" in finished.out
 
 
 def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
@@ -76,7 +49,7 @@ def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
     (own / "notes.txt").write_text("holiday")
     for i, mode in enumerate(("L", "RGBA", "P")):
         Image.fromarray(np.full((30, 90), 80 * i, np.uint8)).convert(mode).save(own / f"{i}.PNG")
-    arguments = ("--resume", runs / "moe", "--output", tmp_path)
+    arguments = ("--resume", runs / "experts", "--output", tmp_path)
     show_routing(*arguments)
     expected = json.loads((tmp_path / "routing.json").read_text())
     finished = show_routing(*arguments, "--images", tmp_path / "own", own / "0.PNG", "--count", "9")
@@ -86,26 +59,14 @@ def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
 
 
 def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
-    shutil.copytree(runs / "moe" / "checkpoints" / "latest", tmp_path / "weights")
+    shutil.copytree(runs / "experts" / "checkpoints" / "latest", tmp_path / "weights")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "load.png").touch()  # of a run that was shown before
-    arguments = (
-        "--dataset",
-        "digits",
-        "--limit",
-        "40",
-        "--count",
-        "1",
-        "--output",
-        tmp_path / "out",
-    )
+    arguments = ("--dataset digits --limit 40 --count 1 --output", tmp_path / "out")
     finished = show_routing("--resume", tmp_path / "weights", *arguments)
     assert (finished.status, finished.err) == (0, "")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "classes.png",
-        "routing.json",
-        "routing.png",
-    ]
+    names = ["classes.png", "routing.json", "routing.png"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
     assert "40 validation images" in finished.out
     assert "10 classes" in finished.out
     assert "no load.png: RUN is a checkpoint outside of a run" in finished.out
@@ -116,13 +77,13 @@ def test_validation_images_that_cannot_be_read(show_routing, runs, make_photogra
     data = make_photographs()
     for i in range(2):
         (data / "val" / "red" / f"0{i}.jpg").write_bytes(b"not a picture")
-    arguments = ("--resume", runs / "moe", "--data", data, "--output", tmp_path / "out", "--opts")
-    finished = show_routing(*arguments, "DATA.MAX_BAD_SHARE", "0.2", "DATA.BATCH_SIZE", "2")
+    arguments = ("--resume", runs / "experts", "--data", data, "--output", tmp_path / "out")
+    finished = show_routing(*arguments, "--opts DATA.MAX_BAD_SHARE 0.2 DATA.BATCH_SIZE 2")
     assert (finished.status, finished.err) == (0, "")
     assert "14 validation images" in finished.out
     assert "2 images could not be read; the first: " in finished.out
     shutil.rmtree(tmp_path / "out")
-    finished = show_routing(*arguments, "DATA.MAX_BAD_SHARE", "0.1")
+    finished = show_routing(*arguments, "--opts DATA.MAX_BAD_SHARE 0.1")
     assert "2 of 16 images could not be read" in finished.err
     assert not (tmp_path / "out").exists()
 
@@ -133,7 +94,8 @@ def places(tmp_path_factory, runs):
     (root / "empty").mkdir()
     (root / "broken.jpg").write_bytes(b"not a picture")
     for name in ("no_metrics", "half", "cut"):
-        shutil.copytree(runs / "moe", root / name, symlinks=True)
+        shutil.copytree(runs / "experts", root / name, symlinks=True)
+        (root / name / "checkpoints" / "best").unlink()
     (root / "no_metrics" / "metrics.jsonl").unlink()
     (root / "half" / "metrics.jsonl").write_text('{"step": 1, "moe_lay')
     for file in (root / "cut" / "checkpoints").glob("step-*/model.safetensors"):
@@ -143,64 +105,35 @@ def places(tmp_path_factory, runs):
 
 # arguments after the good ones ({root} is `places`), and what the one line must name
 BAD_INPUT = {
-    "run without metrics": (
-        ["--resume", "{root}/no_metrics"],
-        ["no_metrics: holds no run (no metrics.jsonl)"],
-    ),
-    "half-written metrics": (
-        ["--resume", "{root}/half"],
-        ["half: metrics.jsonl has no logged step (of 1 lines)"],
-    ),
-    "half-written checkpoint": (
-        ["--resume", "{root}/cut"],
-        ["no checkpoint in", "is whole", "model.safetensors"],
-    ),
-    "no checkpoint": (["--resume", "{root}/empty"], ["--resume", "empty", "holds no checkpoint"]),
-    "auto": (["--resume", "auto"], ["--resume auto", "must be a run or a checkpoint"]),
-    "dense": (
-        ["--resume", "{runs}/dense"],
-        ["dense/checkpoints", "a dense model, it has no experts"],
-    ),
-    "no images": (["--images", "{root}/empty"], ["--images", "empty: holds no images"]),
-    "no such image": (["--images", "{root}/nowhere"], ["--images", "nowhere: no such file"]),
-    "no image": (
-        ["--images", "{root}/broken.jpg"],
-        ["--images", "broken.jpg: cannot be read as an image"],
-    ),
-    "no data": (["--data", "{root}/nowhere"], ["DATA.PATH", "nowhere"]),
-    "data without images": (["--data", "{root}/empty"], ["DATA.PATH", "empty", "no train/"]),
-    "no such kind of data": (
-        ["--dataset", "foldr"],
-        ["DATA.DATASET is 'foldr'", "did you mean folder?"],
-    ),
-    "no count": (["--count", "0"], ["--count is 0, it must be at least 1"]),
-    "no limit": (["--limit", "0"], ["--limit is 0"]),
-    "output in no directory": (["--output", "{root}/none/out"], ["--output", "none/out"]),
-    "output is a file": (
-        ["--output", "{root}/broken.jpg"],
-        ["--output", "broken.jpg: must be a directory"],
-    ),
-    "unknown key": (
-        ["--opts", "DATA.IMGSIZE", "16"],
-        ["--opts unknown key DATA.IMGSIZE", "did you mean"],
-    ),
+    "--resume {root}/no_metrics": "no_metrics: holds no run (no metrics.jsonl)",
+    "--resume {root}/half": "half: metrics.jsonl has no logged step (of 1 lines)",
+    "--resume {root}/cut": "no checkpoint in ... is whole ... model.safetensors",
+    "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
+    "--resume auto": "--resume auto ... must be a run or a checkpoint",
+    "--resume {runs}/dense": "dense/checkpoints ... a dense model, it has no experts",
+    "--images {root}/empty": "--images ... empty: holds no images",
+    "--images {root}/nowhere": "--images ... nowhere: no such file",
+    "--images {root}/broken.jpg": "--images ... broken.jpg: cannot be read as an image",
+    "--data {root}/nowhere": "DATA.PATH ... nowhere",
+    "--data {root}/empty": "DATA.PATH ... empty ... no train/",
+    "--dataset foldr": "DATA.DATASET is 'foldr' ... did you mean folder?",
+    "--count 0": "--count is 0, it must be at least 1",
+    "--limit 0": "--limit is 0",
+    "--output {root}/none/out": "--output ... none/out",
+    "--output {root}/broken.jpg": "--output ... broken.jpg: must be a directory",
+    "--opts DATA.IMGSIZE 16": "--opts unknown key DATA.IMGSIZE ... did you mean",
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_line(case, show_routing, runs, places, tmp_path):
-    arguments, texts = BAD_INPUT[case]
-    arguments = [a.format(root=places, runs=runs) for a in arguments]
-    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "out", *arguments)
-    assert (finished.status, finished.out) == (2, "")
-    lines = finished.err.splitlines()
-    assert len(lines) == 1, finished.err
-    assert [text for text in texts if text not in lines[0]] == [], lines[0]
+@pytest.mark.parametrize("words", BAD_INPUT)
+def test_bad_input_is_one_line(words, show_routing, runs, places, tmp_path):
+    output = ("--output", tmp_path / "out")
+    finished = show_routing("--resume", runs / "experts", *output, words, root=places, runs=runs)
+    assert_one_line(finished, BAD_INPUT[words])
     assert not (tmp_path / "out").exists()
 
 
 def test_under_torchrun(show_routing, runs, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    finished = show_routing("--resume", runs / "moe", "--output", tmp_path / "out")
-    assert (finished.status, finished.out) == (2, "")
-    assert finished.err == "error: WORLD_SIZE is 2: this is for one process, without torchrun\n"
+    finished = show_routing("--resume", runs / "experts", "--output", tmp_path / "out")
+    assert_one_line(finished, "error: WORLD_SIZE is 2: this is for one process, without torchrun")
