@@ -278,9 +278,7 @@ def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_pat
 def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        load,
-        "read_bounded",
-        lambda file, limit: reads.append(file) or read_bounded(file, limit),
+        load, "read_bounded", lambda file, limit: reads.append(file) or read_bounded(file, limit)
     )
     write(tmp_path / "0.yaml", {"SEED": 7})
     for level in range(1, 25):

@@ -11,12 +11,7 @@ from moe_core.parallel import PROFILES, ParallelStrategy
 from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.time_plan import (
-    MeasuredRun,
-    TimePlanner,
-    measured_run,
-    strategy_of,
-)
+from swinv2_moe.time_plan import MeasuredRun, TimePlanner, measured_run, strategy_of
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart_digits.yaml"
 MACHINE = PROFILES["a100-hdr"]

@@ -14,18 +14,10 @@ from swinv2_moe.detection.annotations import check_annotations, file_sizes
 from swinv2_moe.errors import UserError
 
 
-def box(
-    number: int, image: int = 1, category: int = 7, bbox=(10.0, 20.0, 30.0, 40.0), **keys
-) -> dict:
-    row = {
-        "id": number,
-        "image_id": image,
-        "category_id": category,
-        "bbox": list(bbox),
-        "area": 1.0,
-        "iscrowd": 0,
-    }
-    return row | {"segmentation": [[10, 20, 40, 20, 40, 60]]} | keys
+def box(number: int, image: int = 1, category: int = 7, bbox=(10.0, 20.0, 30.0, 40.0), **keys):
+    row = {"id": number, "image_id": image, "category_id": category, "bbox": list(bbox)}
+    row |= {"area": 1.0, "iscrowd": 0, "segmentation": [[10, 20, 40, 20, 40, 60]]}
+    return row | keys
 
 
 @pytest.fixture
@@ -68,12 +60,8 @@ def test_counts_what_there_is(check, content) -> None:
     found = check(content)
     assert found.image_files == ["a.jpg", "inside/b.jpg", "c.jpg"]
     assert found.image_sizes.tolist() == [[100, 80]] * 3
-    assert (found.boxes, found.crowd_boxes, found.thin_boxes, found.images_without_boxes) == (
-        3,
-        1,
-        0,
-        1,
-    )
+    assert (found.boxes, found.crowd_boxes) == (3, 1)
+    assert (found.thin_boxes, found.images_without_boxes) == (0, 1)
     assert found.class_names == ["cat", "dog"]
     assert str(found).endswith(
         "3 images (1 without objects), 3 objects (1 crowds, 0 thinner than a pixel), 2 classes"
@@ -90,96 +78,113 @@ def test_accepts_what_coco_has(check, content) -> None:
     assert check(content).thin_boxes == 1
 
 
-# What is changed in the file, and what the one line must say
-DAMAGE = {
+def rle(counts: object, size: object = (80, 100)) -> dict:
+    return box(8, segmentation={"size": size, "counts": counts})
+
+
+def polygons(*outlines: object) -> dict:
+    return box(8, segmentation=list(outlines))
+
+
+# Annotation 8 beside the good ones, and what the one line must say
+BAD_ANNOTATIONS = {
     "right of the image": (
-        lambda c: c["annotations"].append(box(8, bbox=(90, 0, 11.5, 5))),
-        *("annotation 8 (image 1)", "[90, 0, 11.5, 5]", "100 x 80 px"),
+        box(8, bbox=(90, 0, 11.5, 5)),
+        *("(image 1)", "[90, 0, 11.5, 5]", "100 x 80 px"),
     ),
-    "below the image": (
-        lambda c: c["annotations"].append(box(8, bbox=(0, 70, 5, 11.5))),
-        "annotation 8",
-        "outside",
+    "below the image": (box(8, bbox=(0, 70, 5, 11.5)), "outside"),
+    "left of the image": (box(8, bbox=(-1.5, 0, 5, 5)), "-1.5"),
+    "no area": (box(8, bbox=(1, 2, 0, 5)), "[1, 2, 0, 5]", "area"),
+    "negative extent": (box(8, bbox=(9, 2, -3, 5)), "negative"),
+    "three numbers": (box(8, bbox=(9, 2, 3)), "[9, 2, 3]"),
+    "a text as number": (box(8, bbox=(9, 2, "3", 4)), "'3'"),
+    "a null as number": (box(8, bbox=(9, 2, None, 4)), "None"),
+    "NaN": (box(8, bbox=(9, float("nan"), 3, 4)), "nan"),
+    "endless box": (box(8, bbox=(9, 2, 10**400, 4)), "is not four numbers"),
+    "unknown category": (box(8, category=99), "no category 99"),
+    "unknown image": (box(8, image=44), "no image 44"),
+    "negative area": (
+        box(8, area=-1),
+        "the area -1 is not between 0 and that of its image of 100 x 80 px",
     ),
-    "left of the image": (
-        lambda c: c["annotations"].append(box(8, bbox=(-1.5, 0, 5, 5))),
-        "annotation 8",
-        "-1.5",
+    # from 10^10 on the evaluation ignores the object
+    "area of another image": (box(8, area=1e10), "10000000000.0"),
+    "area NaN": (box(8, area=float("nan")), "the area nan"),
+    "areas of 0": (box(8, area=0), '"area" is 0'),
+    "crowd of another kind": (box(8, iscrowd=256), '"iscrowd" is 256'),
+    "no mask": (polygons(), "no segmentation"),
+    "outline of gigabytes": (
+        polygons([0, 0, 10**8, 0, 10**8, 10**8]),
+        *("[0, 0, 100000000,", "an outline of more than 16,777,216 px"),
     ),
-    "no area": (
-        lambda c: c["annotations"].append(box(8, bbox=(1, 2, 0, 5))),
-        "annotation 8",
-        "[1, 2, 0, 5]",
-        "area",
+    "outline there and back": (polygons([0, 0, 99, 79] * 200_000), "an outline of more than"),
+    "outline to NaN": (polygons([0, 0, 1, 0, 1, float("nan")]), "nan", "not finite"),
+    "polygon of texts": (polygons(["0", "1"]), "['0', '1'] is not a list of numbers"),
+    "polygon that is none": (
+        box(8, segmentation=7),
+        "7 is neither a list of polygons nor an RLE",
     ),
-    "negative extent": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, 2, -3, 5))),
-        "annotation 8",
-        "negative",
+    "polygon of null": (polygons(None), "polygon None is not a list"),
+    "polygon of booleans": (polygons([True] * 6), "[True, True", "is not a list of numbers"),
+    "polygon of an endless number": (polygons([10**400, 0.5, 1, 1, 1, 1]), "not finite"),
+    "polygon beyond the image": (
+        polygons([100, 0, 120, 0, 120, 9]),
+        "[[100, 0, 120, 0, 120, 9]] has no pixel",
     ),
-    "three numbers": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, 2, 3))),
-        "annotation 8",
-        "[9, 2, 3]",
+    "polygon that is a line": (polygons([0.1, 0.1, 5.3, 5.3, 9.7, 9.7]), "has no pixel"),
+    "mask without foreground": (rle([8000]), "has no pixel"),
+    "mask of another size": (
+        rle("x", [10**5, 10**5]),
+        "size [100000, 100000], not [80, 100]",
     ),
-    "a text as number": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, 2, "3", 4))),
-        "annotation 8",
-        "'3'",
-    ),
-    "a null as number": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, 2, None, 4))),
-        "annotation 8",
-        "None",
-    ),
-    "NaN": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, float("nan"), 3, 4))),
-        "annotation 8",
-        "nan",
-    ),
-    "unknown category": (
-        lambda c: c["annotations"].append(box(8, category=99)),
-        "annotation 8",
-        "no category 99",
-    ),
-    "unknown image": (
-        lambda c: c["annotations"].append(box(8, image=44)),
-        "annotation 8",
-        "no image 44",
-    ),
+    # run lengths of a mask of 100 x 80 px that no reader decodes
+    "runs too long": (rle([10, 5, 100_000]), "counts of 100,015 px, not 8,000"),
+    "runs too short": (rle([10, 5]), "counts of 15 px, not 8,000"),
+    "no runs": (rle([]), "counts of 0 px"),
+    "negative run": (rle([10, -5, 7995]), "the counts [10, -5, 7995], not integers from 0 on"),
+    "runs of floats": (rle([10.0, 5.0, 7985.0]), "[10.0, 5.0, 7985.0], not integers"),
+    "runs of booleans": (rle([True, 7999]), "[True, 7999], not integers"),
+    "runs missing": (rle(None), "the counts None, neither a list nor a string"),
+    "text too short": (rle("1?"), "counts of 16 px"),
+    "text of other characters": (rle("abcdefg!!"), "'abcdefg!!', which cannot be decoded"),
+    "text of Greek": (rle("αβγ"), "'αβγ', which cannot be decoded"),
+    "text that ends early": (rle("Po"), "'Po', which cannot be decoded"),
+    "text of a negative run": (rle("N"), "'N', which cannot be decoded"),
+    "text of an endless number": (rle("o" * 99 + "0"), "which cannot be decoded"),
+    "empty text": (rle(""), "'', which cannot be decoded"),
+}
+for _size in (None, 7, [100, 80], [80], [80.0, 100.0], ["80", "100"]):
+    BAD_ANNOTATIONS[f"runs of size {_size}"] = (rle([10, 7990], _size), "size", "not [80, 100]")
+for _outline in ([], [5, 5], [10, 10, 30, 25], [1, 2, 3, 4, 5]):
+    BAD_ANNOTATIONS[f"polygon {_outline}"] = (
+        polygons(_outline),
+        *(f"has {len(_outline)} numbers; a polygon is an even number", "at least 6"),
+    )
+
+# What is changed elsewhere in the file, and what the one line must say
+DAMAGE = {
     "annotation id twice": (lambda c: c["annotations"].append(box(5)), "id 5", '"annotations"'),
     "image id twice": (lambda c: c["images"].append(c["images"][0]), "id 1", '"images"'),
     "category id twice": (
         lambda c: c["categories"].append({"id": 3, "name": "cow"}),
-        "id 3",
-        '"categories"',
+        *("id 3", '"categories"'),
     ),
     "category name twice": (
         lambda c: c["categories"].append({"id": 4, "name": "dog"}),
-        "'dog'",
-        "more than once",
-    ),
-    "no mask": (
-        lambda c: c["annotations"].append(box(8, segmentation=[])),
-        "annotation 8",
-        "no segmentation",
+        *("'dog'", "more than once"),
     ),
     "image without height": (
         lambda c: c["images"][1].update(height=0),
-        "image 2",
-        "inside/b.jpg",
-        "100 x 0 px",
+        *("image 2", "inside/b.jpg", "100 x 0 px"),
     ),
     "key left out": (
         lambda c: c["annotations"][1].pop("iscrowd"),
-        'entry 1 of "annotations" (id 6)',
-        '"iscrowd"',
+        *('entry 1 of "annotations" (id 6)', '"iscrowd"'),
     ),
     "key of another kind": (lambda c: c["images"][0].update(width="100"), "\"width\" is '100'"),
     "entry of another kind": (
         lambda c: c["images"].insert(0, "a.jpg"),
-        'entry 0 of "images"',
-        "'a.jpg'",
+        *('entry 0 of "images"', "'a.jpg'"),
     ),
     "list left out": (lambda c: c.pop("annotations"), 'no list "annotations"'),
     "null record": (lambda c: c["annotations"].insert(1, None), 'entry 1 of "annotations" is None'),
@@ -189,86 +194,9 @@ DAMAGE = {
         '"image_id" is 1000',
     ),
     "endless width": (lambda c: c["images"][0].update(width=10**30), '"width" is 1000'),
-    "endless box": (
-        lambda c: c["annotations"].append(box(8, bbox=(9, 2, 10**400, 4))),
-        *("annotation 8", "is not four numbers"),
-    ),
     "more pixels than are decoded": (
         lambda c: c["images"][0].update(width=13_000, height=13_000),
         *("image 1 ('a.jpg')", "13000 x 13000 px, the limit is 120,000,000"),
-    ),
-    "mask of another size": (
-        lambda c: c["annotations"].append(
-            box(8, segmentation={"size": [10**5, 10**5], "counts": "x"})
-        ),
-        *("annotation 8", "size [100000, 100000], not [80, 100]"),
-    ),
-    "outline of gigabytes": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 10**8, 0, 10**8, 10**8]])),
-        *("annotation 8", "[0, 0, 100000000,", "an outline of more than 16,777,216 px"),
-    ),
-    "outline there and back": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 99, 79] * 200_000])),
-        *("annotation 8", "an outline of more than"),
-    ),
-    "outline to NaN": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[0, 0, 1, 0, 1, float("nan")]])),
-        *("annotation 8", "nan", "not finite"),
-    ),
-    "polygon of texts": (
-        lambda c: c["annotations"].append(box(8, segmentation=[["0", "1"]])),
-        *("annotation 8", "['0', '1'] is not a list of numbers"),
-    ),
-    "polygon that is none": (
-        lambda c: c["annotations"].append(box(8, segmentation=7)),
-        *("annotation 8", "7 is neither a list of polygons nor an RLE"),
-    ),
-    "polygon of null": (
-        lambda c: c["annotations"].append(box(8, segmentation=[None])),
-        *("annotation 8", "polygon None is not a list"),
-    ),
-    "polygon of booleans": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[True] * 6])),
-        *("annotation 8", "[True, True", "is not a list of numbers"),
-    ),
-    "polygon of an endless number": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[10**400, 0.5, 1, 1, 1, 1]])),
-        *("annotation 8", "not finite"),
-    ),
-    "polygon beyond the image": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[100, 0, 120, 0, 120, 9]])),
-        *("annotation 8", "[[100, 0, 120, 0, 120, 9]] has no pixel"),
-    ),
-    "polygon that is a line": (
-        lambda c: c["annotations"].append(box(8, segmentation=[[0.1, 0.1, 5.3, 5.3, 9.7, 9.7]])),
-        *("annotation 8", "has no pixel"),
-    ),
-    "mask without foreground": (
-        lambda c: c["annotations"].append(
-            box(8, segmentation={"size": [80, 100], "counts": [8000]})
-        ),
-        *("annotation 8", "has no pixel"),
-    ),
-    "negative area": (
-        lambda c: c["annotations"].append(box(8, area=-1)),
-        *("annotation 8", "the area -1 is not between 0 and that of its image of 100 x 80 px"),
-    ),
-    "area of another image": (  # from 10^10 on the evaluation ignores the object
-        lambda c: c["annotations"].append(box(8, area=1e10)),
-        *("annotation 8", "10000000000.0"),
-    ),
-    "area NaN": (
-        lambda c: c["annotations"].append(box(8, area=float("nan"))),
-        *("annotation 8", "the area nan"),
-    ),
-    "areas of 0": (
-        lambda c: c["annotations"].append(box(8, area=0)),
-        "annotation 8",
-        '"area" is 0',
-    ),
-    "crowd of another kind": (
-        lambda c: c["annotations"].append(box(8, iscrowd=256)),
-        *("annotation 8", '"iscrowd" is 256'),
     ),
     "crowd that is a boolean": (
         lambda c: c["annotations"].append(box(8, iscrowd=True)),
@@ -289,97 +217,36 @@ DAMAGE = {
 }
 
 
-# Run lengths of a mask of 100 x 80 px that no reader decodes, and what the line says.
-RUN_LENGTHS = {
-    "too long": ([10, 5, 100_000], "counts of 100,015 px, not 8,000"),
-    "too short": ([10, 5], "counts of 15 px, not 8,000"),
-    "none": ([], "counts of 0 px"),
-    "negative": ([10, -5, 7995], "the counts [10, -5, 7995], not integers from 0 on"),
-    "of floats": ([10.0, 5.0, 7985.0], "[10.0, 5.0, 7985.0], not integers"),
-    "of booleans": ([True, 7999], "[True, 7999], not integers"),
-    "missing": (None, "the counts None, neither a list nor a string"),
-    "text too short": ("1?", "counts of 16 px"),
-    "text of other characters": ("abcdefg!!", "'abcdefg!!', which cannot be decoded"),
-    "text of Greek": ("αβγ", "'αβγ', which cannot be decoded"),
-    "text that ends early": ("Po", "'Po', which cannot be decoded"),
-    "text of a negative run": ("N", "'N', which cannot be decoded"),
-    "text of an endless number": ("o" * 99 + "0", "which cannot be decoded"),
-    "empty text": ("", "'', which cannot be decoded"),
-}
-
-
-@pytest.mark.parametrize("name", RUN_LENGTHS)
-def test_broken_run_lengths_are_named(check, content, name: str) -> None:
-    counts, words = RUN_LENGTHS[name]
-    content["annotations"].append(box(8, segmentation={"size": [80, 100], "counts": counts}))
-    with pytest.raises(UserError, match="annotation 8 ") as caught:
-        check(content)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [None, 7, [100, 80], [80], [80.0, 100.0], ["80", "100"]])
-def test_run_lengths_of_another_size_are_named(check, content, size) -> None:
-    rle = {"size": size, "counts": [10, 7990]}
-    content["annotations"].append(box(8, segmentation=rle))
-    with pytest.raises(UserError, match=r"annotation 8 .*the size .*, not \[80, 100\]"):
-        check(content)
-
-
-@pytest.mark.parametrize("polygon", [[], [5, 5], [10, 10, 30, 25], [1, 2, 3, 4, 5]])
-def test_polygons_of_too_few_points_are_named(check, content, polygon: list) -> None:
-    content["annotations"].append(box(8, segmentation=[polygon]))
-    words = rf"annotation 8 .*has {len(polygon)} numbers; a polygon is an even number .* at least 6"
-    with pytest.raises(UserError, match=words):
-        check(content)
-
-
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", [*BAD_ANNOTATIONS, *DAMAGE])
 def test_damage_is_named_in_one_line(check, content, name: str) -> None:
-    change, *words = DAMAGE[name]
-    change(content)
+    if name in DAMAGE:
+        change, *words = DAMAGE[name]
+        change(content)
+    else:
+        annotation, *words = BAD_ANNOTATIONS[name]
+        content["annotations"].append(annotation)
+        words.append("annotation 8")
     with pytest.raises(UserError) as caught:
         check(content)
     message = str(caught.value)
-    assert "a.json" in message
     assert "\n" not in message
     assert len(message) < 1000
-    assert [word for word in words if word not in message] == []
+    assert [word for word in ("a.json", *words) if word not in message] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".",
-        "..",
-        "../../b.jpg",
-        "a/../../b.jpg",
-        "/etc/b.jpg",
-        "b\0.jpg",
-        "b\n.jpg",
-        "\ud800",
-        "x/" * 5000,
-        "é" * 200,
-    ],
-)
-def test_a_name_that_leads_out_of_the_images_is_refused(
-    tmp_path: Path, check, content, name: str
-) -> None:
-    check(content)
-    content["images"][1]["file_name"] = name
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    with pytest.raises(
-        UserError, match=r"image 2: .* does not name a file below its directory"
-    ) as caught:
-        check_annotations(tmp_path / "a.json", tmp_path / "images")
-    assert repr(name)[:80] in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 1000
-
-
-def test_names_of_this_directory(check, content) -> None:
+def test_a_name_that_leads_out_of_the_images_is_refused(tmp_path: Path, check, content) -> None:
     content["images"][0]["file_name"] = "./a.jpg"
     assert check(content).image_files[0] == "./a.jpg"
+    outside = ["", ".", "..", "../../b.jpg", "a/../../b.jpg", "/etc/b.jpg"]
+    for name in [*outside, "b\0.jpg", "b\n.jpg", "\ud800", "x/" * 5000, "é" * 200]:
+        content["images"][1]["file_name"] = name
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        words = r"image 2: .* does not name a file below its directory"
+        with pytest.raises(UserError, match=words) as caught:
+            check_annotations(tmp_path / "a.json", tmp_path / "images")
+        assert repr(name)[:80] in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 1000
 
 
 def test_counts_the_others_like_the_first(check, content) -> None:
@@ -401,58 +268,43 @@ def test_polygons_may_have_any_number_of_points_that_are_drawn(check, content) -
     assert check(content).boxes == 4
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"1" * 5000, b'{"images": ' + b"[" * 100_000])
-def test_json_that_no_parser_takes(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "a.json").write_bytes(text)
-    with pytest.raises(
-        UserError, match=r"a\.json: not JSON \((nested too deeply|Exceeds the limit)"
-    ):
-        check_annotations(tmp_path / "a.json", tmp_path)
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_or_a_device_is_no_annotation_file(tmp_path: Path) -> None:
+@pytest.mark.timeout(60)
+def test_what_is_no_annotation_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    for text in (b"[" * 100_000, b"1" * 5000, b'{"images": ' + b"[" * 100_000):
+        file.write_bytes(text)
+        words = r"a\.json: not JSON \((nested too deeply|Exceeds the limit)"
+        with pytest.raises(UserError, match=words):
+            check_annotations(file, tmp_path)
+    for text in (b"", b"{", b'{"images": [}', b"\xff\xfe", b"[1, 2]", b"null"):
+        file.write_bytes(text)
+        with pytest.raises(UserError, match=r"a\.json: not (JSON|a COCO annotation file)"):
+            check_annotations(file, tmp_path)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UserError, match=r"cannot be read \(not a regular file\)"):
             check_annotations(path, tmp_path)
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b'{"images": [}', b"\xff\xfe", b"[1, 2]", b"null"])
-def test_what_is_not_such_a_file(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "a.json").write_bytes(text)
-    with pytest.raises(UserError, match=r"a\.json: not (JSON|a COCO annotation file)"):
-        check_annotations(tmp_path / "a.json", tmp_path)
-
-
-def test_missing_file_and_missing_folder(tmp_path: Path, check, content) -> None:
     with pytest.raises(UserError, match=r"none\.json: cannot be read \(No such file"):
         check_annotations(tmp_path / "none.json", tmp_path)
+
+
+def test_images_missing_or_empty(tmp_path: Path, check, content) -> None:
     check(content)
     with pytest.raises(UserError, match="nowhere: cannot be read"):
         check_annotations(tmp_path / "a.json", tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("damage", "word"),
-    [(os.unlink, "missing"), (lambda file: Path(file).write_bytes(b""), "empty")],
-)
-def test_images_missing_or_empty(tmp_path: Path, check, content, damage, word: str) -> None:
-    check(content)
-    damage(tmp_path / "images/inside/b.jpg")
-    with pytest.raises(
-        UserError, match=f"1 of its 3 images are {word} in .*, the first: inside/b.jpg"
-    ):
-        check_annotations(tmp_path / "a.json", tmp_path / "images")
+    file = tmp_path / "images/inside/b.jpg"
+    for damage, word in ((lambda: file.write_bytes(b""), "empty"), (file.unlink, "missing")):
+        damage()
+        words = f"1 of its 3 images are {word} in .*, the first: inside/b.jpg"
+        with pytest.raises(UserError, match=words):
+            check_annotations(tmp_path / "a.json", tmp_path / "images")
 
 
 def test_classes_must_be_the_models_in_its_order(check, content) -> None:
     assert check(content, class_names=("cat", "dog")).boxes == 3
     assert check(content, class_names=("dog",)).boxes == 3  # the file may have more
-    with pytest.raises(
-        UserError, match=r"no category 'cow', which the model is to know \(2 such\)"
-    ):
+    words = r"no category 'cow', which the model is to know \(2 such\)"
+    with pytest.raises(UserError, match=words):
         check(content, class_names=("cat", "cow", "hen"))
     with pytest.raises(UserError, match="another order than the model's: 'cat', not 'dog'"):
         check(content, class_names=("dog", "cat"))

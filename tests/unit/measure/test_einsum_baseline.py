@@ -8,11 +8,7 @@ import torch
 from moe_core import moe_layers
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.einsum_baseline import (
-    check_same_outputs,
-    einsum_config,
-    use_einsum_layers,
-)
+from swinv2_moe.measure.einsum_baseline import check_same_outputs, einsum_config, use_einsum_layers
 from swinv2_moe.measure.throughput_options import Options
 from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.models import build_model

@@ -139,10 +139,7 @@ def test_the_trunk_is_the_model_without_its_moe_layers(step, batch):
 
 def test_flops_of_the_phases_are_those_of_the_step(step, batch, watched):
     calls, moves = watched
-    work = {
-        "trunk": phases.trunk(step, batch).work,
-        "router": phases.router(step, calls).work,
-    }
+    work = {"trunk": phases.trunk(step, batch).work, "router": phases.router(step, calls).work}
     work["experts"] = phases.experts(step, calls).work
     assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(calls))
     assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(calls))
@@ -229,11 +226,7 @@ def exchange_on_two_ranks(rank: int) -> None:
         task.run()
     again = FLOAT * sum(found.elements.values())
     assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)
-    for other in (
-        phases.trunk(step, batch),
-        phases.router(step, calls),
-        phases.dispatch(moves),
-    ):
+    for other in (phases.trunk(step, batch), phases.router(step, calls), phases.dispatch(moves)):
         other.run()
     phases.experts(step, calls).run()
     phases.optimiser(step, batch).run()

@@ -18,12 +18,7 @@ from swinv2_moe.measure.routing import (
     entropy,
     mutual_information,
 )
-from swinv2_moe.measure.routing_figures import (
-    class_order,
-    classes_figure,
-    load_figure,
-    preferences,
-)
+from swinv2_moe.measure.routing_figures import class_order, classes_figure, load_figure, preferences
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.plots import save_png
 from swinv2_moe.routing_pictures import pictures_figure
