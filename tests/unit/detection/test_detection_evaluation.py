@@ -42,26 +42,17 @@ def shapes(tmp_path_factory) -> Path:
 
 def config_of(directory: Path) -> Config:
     def loader(split: str) -> dict:
-        return {
-            "dataset": {
-                "type": "CocoDataset",
-                "data_root": str(directory),
-                "ann_file": f"annotations/instances_{split}.json",
-                "data_prefix": {"img": f"{split}/"},
-                "metainfo": {"classes": CLASSES},
-                "pipeline": [{"type": "LoadAnnotations", "with_mask": True}],
-            }
-        }
+        dataset = {"type": "CocoDataset", "data_root": str(directory)}
+        dataset["ann_file"] = f"annotations/instances_{split}.json"
+        dataset["data_prefix"] = {"img": f"{split}/"}
+        dataset["metainfo"] = {"classes": CLASSES}
+        dataset["pipeline"] = [{"type": "LoadAnnotations", "with_mask": True}]
+        return {"dataset": dataset}
 
-    metric = {
-        "type": "FasterCocoMetric",
-        "ann_file": str(directory / "annotations/instances_val.json"),
-    }
-    loaders = {
-        "train_dataloader": loader("train"),
-        "val_dataloader": loader("val"),
-        "test_dataloader": loader("val"),
-    }
+    metric = {"type": "FasterCocoMetric"}
+    metric["ann_file"] = str(directory / "annotations/instances_val.json")
+    splits = {"train": "train", "val": "val", "test": "val"}
+    loaders = {f"{part}_dataloader": loader(split) for part, split in splits.items()}
     return Config(loaders | {"val_evaluator": metric, "test_evaluator": dict(metric)})
 
 
@@ -82,30 +73,22 @@ def test_looks_into_data_sets_that_hold_others(shapes: Path) -> None:
     assert [len(one.image_files) for one in check_datasets(config, ("train",))] == [6, 3]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (
-            lambda c: c.train_dataloader.dataset.update(ann_file="none.json"),
-            "none.json: cannot be read",
-        ),
-        (
-            lambda c: c.train_dataloader.dataset.update(data_prefix={"img": "val/"}),
-            "3 of its 6 images are missing",
-        ),
-        (
-            lambda c: c.train_dataloader.dataset.pop("metainfo"),
-            r"no category 'person'.*\(80 such\)",
-        ),
-        (
-            lambda c: c.val_evaluator.update(ann_file="other.json"),
-            "val_evaluator.ann_file is 'other.json'",
-        ),
-    ],
-)
-def test_what_is_wrong_is_one_line(shapes: Path, damage, words: str) -> None:
+WRONG = {
+    "none.json: cannot be read": lambda c: c.train_dataloader.dataset.update(ann_file="none.json"),
+    "3 of its 6 images are missing": lambda c: c.train_dataloader.dataset.update(
+        data_prefix={"img": "val/"}
+    ),
+    r"no category 'person'.*\(80 such\)": lambda c: c.train_dataloader.dataset.pop("metainfo"),
+    "val_evaluator.ann_file is 'other.json'": lambda c: c.val_evaluator.update(
+        ann_file="other.json"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_one_line(shapes: Path, words: str) -> None:
     config = config_of(shapes)
-    damage(config)
+    WRONG[words](config)
     with pytest.raises(UserError, match=words) as caught:
         check_datasets(config, ("train", "val"))
     assert "\n" not in str(caught.value)
@@ -119,13 +102,8 @@ def test_the_test_can_use_the_images_of_the_training(shapes: Path) -> None:
 
 
 def test_table_has_percent_and_says_where_there_is_nothing() -> None:
-    metrics = {
-        "coco/bbox_mAP": 0.534,
-        "coco/bbox_mAP_50": 0.7,
-        "coco/bbox_mAP_s": -1.0,
-        "coco/segm_mAP": 0.462,
-    }
-    table = table_of(metrics)
+    metrics = {"coco/bbox_mAP": 0.534, "coco/bbox_mAP_50": 0.7, "coco/bbox_mAP_s": -1.0}
+    table = table_of(metrics | {"coco/segm_mAP": 0.462})
     cells = [list(map(str, column.cells)) for column in table.columns]
     assert cells[0] == ["boxes", "masks"]
     assert (cells[1], cells[2], cells[4]) == (["53.4", "46.2"], ["70.0", "-"], ["-", "-"])
@@ -145,18 +123,15 @@ def test_faster_coco_eval_equals_pycocotools(shapes: Path, kind: str) -> None:
     for row in content["annotations"] * 4:
         shift = rng.normal(0, 3, 4)
         common = {"image_id": row["image_id"], "score": float(rng.random())}
-        common["category_id"] = (
-            row["category_id"] if rng.random() < 0.8 else int(rng.integers(1, 4))
-        )
+        misnamed = rng.random() >= 0.8
+        common["category_id"] = int(rng.integers(1, 4)) if misnamed else row["category_id"]
         boxes.append(common | {"bbox": (np.array(row["bbox"]) + shift).clip(1).tolist()})
         mask = np.roll(truth.annToMask(row), shift[:2].astype(int), (0, 1))
         masks.append(common | {"segmentation": rle.encode(np.asfortranarray(mask))})
-    content["annotations"][3]["segmentation"] = rle.encode(
-        np.asfortranarray(truth.annToMask(content["annotations"][3]))
-    )
-    content["annotations"][3]["segmentation"]["counts"] = content["annotations"][3]["segmentation"][
-        "counts"
-    ].decode()
+    mask = np.asfortranarray(truth.annToMask(content["annotations"][3]))
+    encoded = rle.encode(mask)
+    encoded["counts"] = encoded["counts"].decode()
+    content["annotations"][3]["segmentation"] = encoded
     crowded.write_text(json.dumps(content))
     found = []
     for data, evaluation in ((COCO, COCOeval), (FasterCOCO, COCOeval_faster)):

@@ -1,11 +1,13 @@
-"""How a training of a detector starts: alone in its directory, and alike on all ranks."""
+"""How a training of a detector starts: alone in its directory, alike on all ranks, with limits and
+classes that this package sets in its libraries; and how its tuners are logged."""
 
 import os
-import signal
+import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gloo_processes import ROOT, Processes
@@ -17,7 +19,9 @@ from detection_cases import make_data, tiny_config
 from torch.utils.data import TensorDataset
 
 from swinv2_moe.command import run_command
+from swinv2_moe.data.build import Loader
 from swinv2_moe.detection import run
+from swinv2_moe.detection.tuning import TuningHook
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import checkpoint
 
@@ -34,13 +38,11 @@ def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
     looked = []
     monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
     command = [sys.executable, "-c", f"{HOLD}; sys.stdin.read()", str(tmp_path / "run" / ".lock")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(
-            UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"
-        ):
+        line = f"--output {tmp_path / 'run'}: another run is writing there"
+        with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
             run.train(config, "auto")
         other.stdin.close()
     assert looked == []
@@ -69,18 +71,50 @@ def test_ranks_with_different_configurations(tmp_path):
 
 
 def test_data_workers_outlive_ctrl_c():
-    """It reaches all processes in the foreground; the run ends its workers itself."""
+    """They ignore what reaches all processes in the foreground; the run ends them itself."""
     sampler = {"type": "DefaultSampler", "shuffle": False}
-    loader = run.MoERunner.build_dataloader(
-        {
-            "dataset": TensorDataset(torch.arange(40)),
-            "sampler": sampler,
-            "batch_size": 2,
-            "num_workers": 2,
-        },
-        seed=0,
+    options = {"dataset": TensorDataset(torch.arange(4)), "sampler": sampler, "batch_size": 2}
+    assert type(run.MoERunner.build_dataloader(options, seed=0)) is Loader
+
+
+def test_opencv_decodes_no_more_pixels_than_the_rest_of_this_package():
+    """OpenCV reads its limit when it is first imported: in a process of its own, where mmcv's
+    operators, which take seconds, are missing."""
+    code = """
+import io, sys
+sys.modules["mmcv.ops"] = None
+import swinv2_moe.detection
+import cv2, numpy, PIL.Image
+for side in (100, 11_000):
+    file = io.BytesIO()
+    PIL.Image.new("1", (side, side)).save(file, "PNG")
+    try:
+        print(cv2.imdecode(numpy.frombuffer(file.getvalue(), numpy.uint8), 1).shape)
+    except cv2.error:
+        print("refused")
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["(100, 100, 3)", "refused"]
+
+
+def test_tuners_decisions_are_logged_and_times_recorded():
+    decided = {"event": "decided", "layers": "M=8", "from": None, "to": "r=0", "ms": 2.5}
+    steps, lines, scalars = [], [], []
+
+    def after_step(step: int) -> list[dict]:
+        steps.append(step)
+        return [decided, decided | {"event": "time", "ms": 2.0}]
+
+    hook = TuningHook()
+    hook.tuning = SimpleNamespace(after_step=after_step, take_events=lambda: [decided])
+    runner = SimpleNamespace(
+        iter=9,
+        logger=SimpleNamespace(info=lines.append),
+        visualizer=SimpleNamespace(add_scalar=lambda *point: scalars.append(point)),
     )
-    batches = iter(loader)
-    for worker in batches._workers:
-        os.kill(worker.pid, signal.SIGINT)
-    assert len(list(batches)) == len(loader) == 20
+    hook.after_train_iter(runner, 0)
+    hook.after_val_epoch(runner)
+    assert steps == [10]
+    assert lines == ["M=8: decided: None -> r=0, 2.5 ms"] * 2
+    assert scalars == [("strategy_ms/M=8", 2.0, 10)]
