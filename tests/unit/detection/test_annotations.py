@@ -324,9 +324,7 @@ def test_classes_are_found_by_name_for_the_runner(check, content) -> None:
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("turned", [True, False])
-def test_sizes_are_those_that_mmdetection_reads(
-    tmp_path: Path, check, content, format: str, turned: bool
-) -> None:
+def test_sizes_are_those_that_mmdetection_reads(tmp_path, check, content, format, turned) -> None:
     mmcv = pytest.importorskip("mmcv")
     (tmp_path / "images").mkdir()
     file, exif = tmp_path / "images/a.jpg", Image.Exif()

@@ -91,6 +91,9 @@ STOCK = {
 }
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("FasterRCNN", "DeformableDETR")]
+
+
 def stock(name: str, **backbone) -> torch.nn.Module:
     """A detector of mmdetection with a tiny SwinV2MoE as backbone, in training mode."""
     init_default_scope("mmdet")
@@ -118,10 +121,7 @@ def two_images() -> dict:
     return {"inputs": torch.randn(2, 3, 64, 96, generator=generator), "data_samples": samples}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in TWO_STAGE else ()) for n in STOCK],
-)
+@pytest.mark.parametrize("name", ["RetinaNet", "YOLOX", *SLOW])
 def test_a_stock_detector_has_the_loss_and_the_sizes(name):
     detector, maps = stock(name), []
     detector.backbone.register_forward_hook(lambda module, args, result: maps.extend(result))

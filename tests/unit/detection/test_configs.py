@@ -42,11 +42,8 @@ def quick_reading():
     """mmengine reads a hundred files of mmdetection's again for each `mmdet::` in a
     configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            mmengine.config.utils,
-            "_get_cfg_metainfo",
-            cache(mmengine.config.utils._get_cfg_metainfo),
-        )
+        read_metainfo = cache(mmengine.config.utils._get_cfg_metainfo)
+        patch.setattr(mmengine.config.utils, "_get_cfg_metainfo", read_metainfo)
         yield
 
 
@@ -56,11 +53,8 @@ def read(file: Path) -> Config:
 
 
 def test_every_detector_has_every_kind() -> None:
-    kinds = {
-        f"{size}_{kind}"
-        for size in ("small", "base")
-        for kind in ("dense", "moe_frozen", "moe_tuned")
-    }
+    kinds = ("dense", "moe_frozen", "moe_tuned")
+    kinds = {f"{size}_{kind}" for size in ("small", "base") for kind in kinds}
     for detector in KINDS:
         assert {file.stem for file in FILES if file.parent.name == detector} == kinds
     assert {file.stem for file in FILES if file.parent.name == "shapes"} == set(KINDS)
@@ -79,9 +73,8 @@ def test_is_what_it_says(file: Path) -> None:
     assert re.search("^# Published", text, re.MULTILINE) or file not in COCO
     assert re.search("^# Measured", text, re.MULTILINE)
     backbone = config.model.backbone
-    assert list(config.model.neck.in_channels) == [
-        backbone.embed_dim * 2**stage for stage in range(4)
-    ]
+    channels = [backbone.embed_dim * 2**stage for stage in range(4)]
+    assert list(config.model.neck.in_channels) == channels
     if file in COCO:
         size, *kind = file.stem.split("_")
         assert backbone.embed_dim == {"small": 96, "base": 128}[size]
@@ -122,18 +115,12 @@ def build(file: Path, part: str | None = None) -> torch.nn.Module:
 def test_the_published_recipe() -> None:
     """Swin's for COCO: arXiv 2103.14030, section 4.2."""
     config = read(Path("cascade_mask_rcnn/base_moe_frozen.py"))
-    assert (config.optim_wrapper.optimizer.lr, config.optim_wrapper.optimizer.weight_decay) == (
-        1e-4,
-        0.05,
-    )
+    optimizer = config.optim_wrapper.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (1e-4, 0.05)
     assert config.train_cfg.max_epochs == 36
     assert config.param_scheduler[1].milestones == [27, 33]
     whole, cropped = config.train_pipeline[3].transforms
-    assert (
-        [side for side, _ in whole[0].scales]
-        == [side for side, _ in cropped[2].scales]
-        == [*range(480, 801, 32)]
-    )
-    assert {longer for _, longer in whole[0].scales} == {1333}
+    assert list(whole[0].scales) == [(side, 1333) for side in range(480, 801, 32)]
+    assert [side for side, _ in cropped[2].scales] == [*range(480, 801, 32)]
     assert [head.num_classes for head in config.model.roi_head.bbox_head] == [80] * 3
     assert {head.type for head in config.model.roi_head.bbox_head} == {"ConvFCBBoxHead"}

@@ -1,4 +1,6 @@
-"""Parameter groups and steps of a detector."""
+"""swinv2_moe.detection.optim: parameter groups and steps of a detector."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
+from detection_cases import TINY_BACKBONE
 from mmengine.optim import build_optim_wrapper
 
 from moe_core.ops.native import instruction_sets
@@ -18,18 +21,7 @@ class Model(nn.Module):
 
     def __init__(self, **backbone) -> None:
         super().__init__()
-        tiny = {
-            "embed_dim": 8,
-            "depths": (1, 1, 2, 1),
-            "num_heads": (1, 1, 2, 2),
-            "window_size": 4,
-            "num_experts": 2,
-        }
-        tiny |= {
-            "moe_blocks": ((), (), (1,), (0,)),
-            "drop_path_rate": 0.0,
-            "moe": {"router": "cosine"},
-        }
+        tiny = TINY_BACKBONE | {"drop_path_rate": 0.0, "moe": {"router": "cosine"}}
         torch.manual_seed(0)
         self.backbone = run.MODELS.build({"type": "SwinV2MoE", **tiny, **backbone})
         self.head = nn.Conv2d(64, 1, 3)
@@ -38,15 +30,14 @@ class Model(nn.Module):
         return self.head(self.backbone(images)[-1]).mean() + self.backbone.aux_loss()
 
 
+SGD = {"type": "SGD", "lr": 1.0}
+
+
 def wrapper_of(model, layer_decay=1.0, **keys):
-    optimizer = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.05}
-    config = {
-        "type": "MoEOptimWrapper",
-        "constructor": "LayerDecayConstructor",
-        "optimizer": optimizer,
-        **keys,
-    }
-    return build_optim_wrapper(model, {**config, "paramwise_cfg": {"layer_decay": layer_decay}})
+    config = {"type": "MoEOptimWrapper", "constructor": "LayerDecayConstructor"}
+    config["optimizer"] = {"type": "AdamW", "lr": 0.1, "weight_decay": 0.05}
+    config["paramwise_cfg"] = {"layer_decay": layer_decay}
+    return build_optim_wrapper(model, config | keys)
 
 
 def settings(model, wrapper) -> dict[str, tuple[float, float]]:
@@ -98,9 +89,8 @@ def test_frozen_parameters_are_left_out():
 @pytest.fixture
 def cpu_features(monkeypatch):
     """`cpu_features(*words)`: those of the CPU; without words it computes in any dtype."""
-    return lambda *words: monkeypatch.setattr(
-        instruction_sets, "cpu_words", lambda: frozenset(words)
-    )
+    patch = partial(monkeypatch.setattr, instruction_sets, "cpu_words")
+    return lambda *words: patch(lambda: frozenset(words))
 
 
 @pytest.mark.parametrize(("dtype", "feature"), [("bfloat16", "amx_bf16"), ("float16", "asimdhp")])
@@ -121,9 +111,7 @@ def test_autocast_is_off_on_a_cpu_without_instructions(dtype, feature, cpu_featu
 def test_a_step_clips_by_the_norm_of_all(dtype, cpu_features):
     cpu_features()
     model = Model()
-    wrapper = wrapper_of(
-        model, dtype=dtype, clip_grad={"max_norm": 1e-3}, optimizer={"type": "SGD", "lr": 1.0}
-    )
+    wrapper = wrapper_of(model, dtype=dtype, clip_grad={"max_norm": 1e-3}, optimizer=SGD)
     before = [p.detach().clone() for p in model.parameters()]
     with wrapper.optim_context(model):
         loss = model(torch.randn(1, 3, 96, 96))
@@ -138,14 +126,14 @@ def test_a_step_clips_by_the_norm_of_all(dtype, cpu_features):
 def test_half_precision_steps_over_an_overflow(cpu_features):
     cpu_features()
     model = Model()
-    wrapper = wrapper_of(model, dtype="float16", optimizer={"type": "SGD", "lr": 1.0})
+    wrapper = wrapper_of(model, dtype="float16", optimizer=SGD)
     scale, weight = wrapper.scaler.scale, model.head.weight.detach().clone()
     wrapper.update_params(model.head.weight.sum() * float("inf"))
     assert torch.equal(model.head.weight, weight)
     assert wrapper.scaler.scale == scale / 2
     wrapper.update_params(model.head.weight.sum())
     torch.testing.assert_close(model.head.weight, weight - 1)
-    restored = wrapper_of(model, dtype="float16", optimizer={"type": "SGD", "lr": 1.0})
+    restored = wrapper_of(model, dtype="float16", optimizer=SGD)
     restored.load_state_dict(wrapper.state_dict())
     assert restored.scaler.state() == wrapper.scaler.state()
 
@@ -160,7 +148,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run():
 
 def test_accumulation():
     model = Model()
-    wrapper = wrapper_of(model, accumulative_counts=2, optimizer={"type": "SGD", "lr": 1.0})
+    wrapper = wrapper_of(model, accumulative_counts=2, optimizer=SGD)
     weight = model.head.weight.detach().clone()
     wrapper.update_params(model.head.weight.sum())
     assert torch.equal(model.head.weight, weight)
@@ -177,12 +165,5 @@ def test_accumulation():
     ],
 )
 def test_one_line_for_bad_values(keys, message):
-    optimizer = {"type": "AdamW", "lr": 0.1}
-    config = {
-        "type": "MoEOptimWrapper",
-        "constructor": "LayerDecayConstructor",
-        "optimizer": optimizer,
-        **keys,
-    }
     with pytest.raises(UserError, match=message):
-        build_optim_wrapper(Model(), config)
+        wrapper_of(Model(), **keys)

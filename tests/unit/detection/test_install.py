@@ -2,9 +2,10 @@
 
 import re
 import subprocess
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,22 +25,18 @@ class Pip:
         self.constraints: list[str] = []  # of the last installation
         self.fails = fails
 
-    def __call__(
-        self, log: Path, arguments: list[str], environment: dict[str, str] | None = None
-    ) -> None:
+    def __call__(self, log: Path, arguments: list[str], environment: dict | None = None) -> None:
         self.calls.append(arguments)
-        if "--constraint" in arguments:
-            self.constraints = (
-                Path(arguments[arguments.index("--constraint") + 1]).read_text().splitlines()
-            )
+        options = dict(pairwise(arguments))
+        if "--constraint" in options:
+            self.constraints = Path(options["--constraint"]).read_text().splitlines()
         if arguments[0] != "wheel":
             return
         self.environment = environment
         if self.fails:
             raise InstallError("pip wheel failed")
         time.sleep(0.05)
-        target = Path(self.calls[-1][self.calls[-1].index("--wheel-dir") + 1])
-        (target / WHEEL).write_text("a wheel")
+        (Path(options["--wheel-dir"]) / WHEEL).write_text("a wheel")
 
     @property
     def compilations(self) -> int:
@@ -54,12 +51,9 @@ def pip(monkeypatch, tmp_path) -> Pip:
     return pip
 
 
-def test_directory_names_torch_and_python(pip, tmp_path):
+def test_compiled_once_against_this_environment(pip, tmp_path):
     name = wheel_directory().relative_to(tmp_path / "cache/swinv2-moe/wheels").name
     assert re.fullmatch(r"torch\d+\.\d+\.\d+(\+\w+)?-cp3\d+(-sm\d+)?", name)
-
-
-def test_compiled_once_against_this_environment(pip, tmp_path):
     wheel = compiled_wheel(tmp_path / "log")
     assert (wheel.parent, wheel.name) == (wheel_directory(), WHEEL)
     assert compiled_wheel(tmp_path / "log") == wheel
@@ -69,36 +63,30 @@ def test_compiled_once_against_this_environment(pip, tmp_path):
     assert compilation[-1] == pinned("onedl-mmcv")
     assert pip.environment["CFLAGS"] == "-O1 -g0"
     assert int(pip.environment["MAX_JOBS"]) >= 1
-
-
-def test_installs_the_pinned_versions_with_the_torch_that_is_here(pip, tmp_path):
-    """Another torch could not load what is compiled."""
-    compiled_wheel(tmp_path / "log")
+    # with the pinned versions and the torch that is here: another could not load the wheel
     assert pinned("ninja") in pip.constraints
     for package in ("torch", "torchvision"):
-        assert [pin for pin in pip.constraints if re.match(rf"{package}\b", pin)] == [
-            f"{package}=={version(package)}"
-        ]
+        pins = [pin for pin in pip.constraints if re.match(rf"{package}\b", pin)]
+        assert pins == [f"{package}=={version(package)}"]
 
 
 def test_compilers_take_cxx20(tmp_path):
     """The headers of torch 2.15 need it, and mmcv's setup asks for C++17 alone."""
     compiler = install._for_cxx20("printf '<%s>'", tmp_path / "c++")
-    done = subprocess.run(
-        [compiler, "-O1", "-std=c++17", "-DX=a b", "x.cpp"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [compiler, "-O1", "-std=c++17", "-DX=a b", "x.cpp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "<-O1><-std=c++20><-DX=a b><x.cpp>"
 
 
 def test_the_compiler_of_the_environment_is_used(pip, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "ccache g++")
     written = []
-    monkeypatch.setattr(
-        install, "_for_cxx20", lambda command, file: written.append(command) or str(file)
-    )
+
+    def for_cxx20(command, file):
+        written.append(command)
+        return str(file)
+
+    monkeypatch.setattr(install, "_for_cxx20", for_cxx20)
     compiled_wheel(tmp_path / "log")
     assert written[0] == "ccache g++"
     assert pip.environment["CXX"].endswith("/c++")
@@ -119,15 +107,8 @@ def test_another_version_is_compiled_anew(pip, tmp_path):
 
 
 def test_two_at_once_compile_once(pip, tmp_path):
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(compiled_wheel(tmp_path / "log")))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(compiled_wheel, [tmp_path / "log"] * 2))
     assert found == [wheel_directory() / WHEEL] * 2
     assert pip.compilations == 1
 
@@ -137,22 +118,18 @@ def test_a_failure_leaves_nothing_and_names_the_log(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(install.sys, "argv", ["install", str(tmp_path / "log")])
     with pytest.raises(SystemExit) as raised:
         install.main()
-    assert (
-        str(raised.value)
-        == f"Detection was not installed: pip wheel failed. The log: {tmp_path / 'log'}"
-    )
+    line = f"Detection was not installed: pip wheel failed. The log: {tmp_path / 'log'}"
+    assert str(raised.value) == line
     assert [path.name for path in wheel_directory().iterdir()] == [".lock"]
 
 
 def test_a_wheel_that_does_not_work_is_named(pip, tmp_path, monkeypatch):
     monkeypatch.setattr(install, "_CHECK", "raise ImportError(\"No module named 'mmcv._ext'\")")
-    with pytest.raises(
-        InstallError, match=r"No module named 'mmcv._ext' \(remove .*\.whl to compile it anew\)"
-    ):
+    words = r"No module named 'mmcv._ext' \(remove .*\.whl to compile it anew\)"
+    with pytest.raises(InstallError, match=words):
         install.install(tmp_path / "log")
-    monkeypatch.setattr(
-        install, "_CHECK", 'raise ImportError("libGL.so.1: cannot open shared object file")'
-    )
+    check = 'raise ImportError("libGL.so.1: cannot open shared object file")'
+    monkeypatch.setattr(install, "_CHECK", check)
     with pytest.raises(InstallError, match=r"libGL\.so\.1.*apt install libgl1 libglib2\.0-0"):
         install.install(tmp_path / "log")
     assert "libGL.so.1" in (tmp_path / "log").read_text()
