@@ -1,0 +1,205 @@
+"""Compare what this tree computes, says and reads with what an earlier commit does.
+
+    python tests/freeze.py --against COMMIT [--only PROBE]
+
+The guard of a change that must not be noticed. Each probe runs in a tree of the commit and in
+this one, and differences are printed:
+
+- losses: every step of short seeded runs (SwinV2 on 1 and 2 processes, ViT, balance by bias).
+- sizes: names, shapes and number of parameters of every model that timm knows.
+- configurations: every key of every YAML file.
+- mistakes: the status and the last line of commands with a mistake in them.
+- weights: logits of a run that the earlier commit has trained, read by both.
+
+The status is 1 if something differs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUNS = {
+    "swinv2": (1, "quickstart_digits", ["TRAIN.EPOCHS", "2"]),
+    "swinv2, 2 processes": (2, "quickstart_digits", ["TRAIN.EPOCHS", "2"]),
+    "vit": (1, "vit_moe_digits", ["TRAIN.EPOCHS", "1"]),
+    "bias, top 2, average": (
+        1,
+        "quickstart_digits",
+        ["TRAIN.EPOCHS", "1", "MODEL.MOE.BALANCE", "bias", "MODEL.MOE.TOP_K", "2"]
+        + ["TRAIN.EMA_DECAY", "0.9"],
+    ),
+}
+STEP_VALUES = ("step", "loss", "aux_loss", "grad_norm", "lr")
+MISTAKES = [
+    ["train", "--cfg", "gone"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "MODEL.MOE.TOPK", "2"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "MODEL.MOE.TOP_K", "9"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "MODEL.MOE.ROUTER", "cosin"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "TRAIN.EPOCHS", "abc"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "DATA.IMG_SIZE", "15"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "MODEL.MOE.BLOCKS", "[[9]]"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "MODEL.MOE.NUM_EXPERTS", "-1"],
+    ["train", "--cfg", "quickstart_digits", "--opts", "TRAIN.EPOCHS"],
+    ["train", "--cfg", "tiny_imagenet/dense", "--data", "gone"],
+    ["train", "--cfg", "tiny_imagenet/dense"],
+    ["train", "--confg", "quickstart_digits"],
+    ["evaluate", "gone"],
+    ["evaluate"],
+    ["predict", "gone", "a.jpg"],
+    ["predict", "configs", "a.jpg"],
+    ["export", "gone", "--output", "none"],
+    ["few-shot", "gone"],
+    ["show-routing", "gone"],
+    ["throughput", "--cfg", "gone"],
+    ["report", "gone"],
+    ["convert-checkpoint", "inspect", "gone"],
+    ["trian"],
+]
+
+
+def losses(output: Path) -> dict:
+    values = {}
+    for name, (processes, config, opts) in RUNS.items():
+        words = ["--cfg", config, "--output", str(output / name), "--opts", *opts]
+        words += ["TRAIN.WARMUP_EPOCHS", "1", "PRINT_FREQ", "1"]
+        start = [sys.executable, "-m"]
+        if processes > 1:
+            start += ["torch.distributed.run", "--standalone"]
+            start += ["--nproc-per-node", str(processes), "-m"]
+        subprocess.run([*start, "swinv2_moe", "train", *words], check=True, capture_output=True)
+        lines = (output / name / "metrics.jsonl").read_text().splitlines()
+        for row in map(json.loads, lines):
+            if "grad_norm" in row:
+                values[f"{name}, step {row['step']}"] = [row[key] for key in STEP_VALUES]
+            elif "val_loss" in row:
+                values[f"{name}, epoch {row['epoch']}"] = row["val_loss"]
+    return values
+
+
+def sizes(output: Path) -> dict:
+    import timm
+    import torch
+
+    import swinv2_moe.models  # noqa: F401 - timm knows the names once it is imported
+
+    values = {}
+    for name in timm.list_models(["*swin*moe*", "*vit*moe*"]):
+        with torch.device("meta"):
+            state = timm.create_model(name).state_dict()
+        shapes = repr([(key, tuple(value.shape), str(value.dtype)) for key, value in state.items()])
+        count = sum(value.numel() for value in state.values())
+        values[name] = [count, hashlib.sha256(shapes.encode()).hexdigest()]
+    return values
+
+
+def configurations(output: Path) -> dict:
+    from swinv2_moe.config import flatten, load_config
+    from swinv2_moe.config_files import config_names
+
+    values = {}
+    for name in config_names():
+        if "ablations/" in name:  # plans of several runs
+            continue
+        config = load_config(name, data="images")
+        values |= {f"{name}: {key}": str(value) for key, value in flatten(config).items()}
+    return values
+
+
+def mistakes(output: Path) -> dict:
+    values = {}
+    for words in MISTAKES:
+        command = [sys.executable, "-m", "swinv2_moe", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=os.environ["TREE"])
+        values[" ".join(words)] = [done.returncode, done.stderr.strip().splitlines()[-1:]]
+    return values
+
+
+def weights(output: Path) -> dict:
+    """Of the run "swinv2" of `losses`, which is the earlier commit's in both trees."""
+    import numpy as np
+    from PIL import Image
+
+    import swinv2_moe
+
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), dtype=np.uint8)
+    predictor = swinv2_moe.load(str(output.parent / "earlier" / "swinv2"))
+    values = {}
+    for number, image in enumerate(pixels):
+        found = predictor.predict(Image.fromarray(image))
+        values[f"image {number}"] = [[one.class_name, one.probability] for one in found]
+    return values
+
+
+PROBES: dict[str, Callable[[Path], dict]] = {
+    function.__name__: function for function in (losses, sizes, configurations, mistakes, weights)
+}
+
+
+def run_probe(name: str, tree: Path, output: Path) -> dict:
+    variables = {"PYTHONPATH": str(tree), "TREE": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--probe", name, "--output", str(output)]
+    done = subprocess.run(
+        command, cwd=output, env=os.environ | variables, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{name} failed in {tree}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(commit: str, names: list[str]) -> int:
+    """Print what differs; the number of differences."""
+    different = 0
+    with tempfile.TemporaryDirectory(prefix="freeze-") as place:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        tree = Path(place) / "tree"
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
+        outputs = [Path(place) / side for side in ("earlier", "now")]
+        for output in outputs:
+            output.mkdir()
+        try:
+            for name in names:
+                before, after = (
+                    run_probe(name, *pair) for pair in zip((tree, ROOT), outputs, strict=True)
+                )
+                keys = list(before | after)
+                changed = [key for key in keys if before.get(key) != after.get(key)]
+                different += len(changed)
+                print(f"{name}: {len(keys) - len(changed)} of {len(keys)} equal", flush=True)
+                for key in changed:
+                    print(f"    {key}\n      - {before.get(key)}\n      + {after.get(key)}")
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+    return different
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", metavar="COMMIT")
+    parser.add_argument("--only", metavar="PROBE", choices=PROBES)
+    parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.probe:
+        print(json.dumps(PROBES[args.probe](args.output)))
+        return
+    if not args.against:
+        parser.error("--against COMMIT is missing")
+    names = list(PROBES)
+    if args.only == "weights":
+        names = ["losses", "weights"]
+    elif args.only:
+        names = [args.only]
+    sys.exit(compare(args.against, names) > 0)
+
+
+if __name__ == "__main__":
+    main()
