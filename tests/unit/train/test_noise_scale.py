@@ -51,3 +51,12 @@ def test_a_pair_is_two_successive_steps():
     assert noise.inner_product(model).shape == (1,)
     noise.forget()
     assert noise.inner_product(model).shape == (0,)
+
+
+def test_clipping_does_not_change_the_first_gradient_of_a_pair():
+    model = nn.Linear(WIDTH, 1, bias=False)
+    model.weight.grad = torch.ones(1, WIDTH)
+    noise = NoiseScale(2, IMAGES)
+    noise.add(model, 0, 1.0, [])
+    model.weight.grad.mul_(0.5)
+    assert noise.inner_product(model).tolist() == [0.5 * WIDTH]

@@ -102,3 +102,8 @@ def test_a_state_of_earlier_versions() -> None:
     assert (progress.epoch_loss, progress.epoch_losses) == (3.0, 1)
     assert progress.to_target.validations == []
     assert not progress.loss_watch.has_warned
+
+
+def test_an_equal_accuracy_is_not_the_best() -> None:
+    progress = make()
+    assert [progress.count_validation(top1) for top1 in (40.0, 40.0, 41.0)] == [True, False, True]

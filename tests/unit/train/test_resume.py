@@ -246,3 +246,11 @@ def test_the_seconds_of_an_epoch_count_both_parts(make_config, tmp_path, read_me
     train(make_config(tmp_path / "run", keys), "auto")
     (epoch,) = read_metrics(tmp_path / "run")[1]
     assert epoch["seconds"] >= 0.5  # five steps
+
+
+def test_the_loss_scale_goes_on(make_trainer, save, tmp_path):
+    keys = {"AMP_ENABLE": True, "AMP_DTYPE": "float16"}
+    trainer, resumed = make_trainer(keys), make_trainer(keys)
+    trainer.step.scaler.scale = 8.0
+    resumed.resume(open_checkpoint(save(trainer, tmp_path)))
+    assert resumed.step.scaler.scale == 8.0

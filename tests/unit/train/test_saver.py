@@ -19,8 +19,9 @@ from swinv2_moe.train.checkpoint import (
     read_section,
     write_meta,
 )
+from swinv2_moe.train.distributed import World
 from swinv2_moe.train.save_job import StagingBuffers
-from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.saver import SavePolicy, Saver, save_policy
 
 LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
 
@@ -386,3 +387,14 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
     trainer.save(again)
     again.close()
     assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"
+
+
+def test_the_error_of_any_rank_is_that_of_the_save(tmp_path, monkeypatch):
+    saver = Saver(tmp_path, World(0, 1, torch.device("cpu")), SavePolicy())
+    saver.group = object()
+
+    def gather(results, own, group):
+        results[:] = [own, ({"b": {}}, "a full disk")]
+
+    monkeypatch.setattr(saver_module.dist, "all_gather_object", gather)
+    assert saver._gather_records(({"a": {}}, None)) == ({"a": {}, "b": {}}, "a full disk")
