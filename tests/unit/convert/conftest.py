@@ -17,30 +17,32 @@ from swinv2_moe.train.checkpoint import load_weights, open_checkpoint, write_wei
 ROOT = Path(__file__).parents[3]
 CFG = str(ROOT / "configs" / "in22k" / "swin_moe_small_window12_192_8expert.yaml")
 CLASSES = 5
-SMALL = (
-    "MODEL.SWINV2.PATCH_SIZE 2 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,2,2]"
-    " MODEL.SWINV2.NUM_HEADS [1,2,4]"
-)
-SMALL += (
-    " MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS"
-    " [[],[1],[0,1]]"
-)
-SMALL += (
-    f" MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 MODEL.NUM_CLASSES {CLASSES}"
-    " MODEL.MOE.EVAL_CAPACITY_FACTOR 0.0"
-)
+SMALL = [
+    *("MODEL.SWINV2.PATCH_SIZE", "2", "MODEL.SWINV2.EMBED_DIM", "8"),
+    *("MODEL.SWINV2.DEPTHS", "[1,2,2]", "MODEL.SWINV2.NUM_HEADS", "[1,2,4]"),
+    *("MODEL.SWINV2.WINDOW_SIZE", "4", "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "[0,0,0]"),
+    *("MODEL.MOE.BLOCKS", "[[],[1],[0,1]]", "MODEL.MOE.NUM_EXPERTS", "4"),
+    *(
+        "DATA.IMG_SIZE",
+        "16",
+        "MODEL.NUM_CLASSES",
+        str(CLASSES),
+        "MODEL.MOE.EVAL_CAPACITY_FACTOR",
+        "0.0",
+    ),
+]
 
 
 @pytest.fixture(scope="session")
 def cfg() -> Callable[..., list[str]]:
     """`cfg("KEY", "VALUE", ...)`: the arguments that describe the small model."""
-    return lambda *opts: ["--cfg", CFG, "--opts", *SMALL.split(), *map(str, opts)]
+    return lambda *opts: ["--cfg", CFG, "--opts", *SMALL, *map(str, opts)]
 
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., CfgNode]:
     """`make_config("KEY", "VALUE", ...)`."""
-    return lambda *opts: load_config(CFG, [*SMALL.split(), *map(str, opts)])
+    return lambda *opts: load_config(CFG, [*SMALL, *map(str, opts)])
 
 
 @pytest.fixture(scope="session")
@@ -84,3 +86,27 @@ def images() -> torch.Tensor:
 def convert(monkeypatch, capsys) -> Callable[..., Finished]:
     """`convert(*arguments)`: tools/convert_checkpoint.py in this process."""
     return command("convert_checkpoint", monkeypatch, capsys)
+
+
+@pytest.fixture
+def imported(convert, cfg, tmp_path) -> Callable[..., Path]:
+    """`imported(kind, source, "KEY", "VALUE", ...)`: the checkpoint that an import writes."""
+
+    def run(kind: str, source: Path, *opts: object, name: str = "new") -> Path:
+        finished = convert("import", kind, source, *cfg(*opts), "--output", tmp_path / name)
+        assert (finished.status, finished.err) == (0, "")
+        return tmp_path / name
+
+    return run
+
+
+@pytest.fixture
+def exported(convert) -> Callable[..., Path]:
+    """`exported(kind, checkpoint, output, "--option", ...)`: the path that was exported to."""
+
+    def run(kind: str, checkpoint: Path, output: Path, *options: object) -> Path:
+        finished = convert("export", kind, checkpoint, *options, "--output", output)
+        assert (finished.status, finished.err) == (0, "")
+        return output
+
+    return run

@@ -42,10 +42,8 @@ def make_released(
 
     patch, last = swin.PATCH_SIZE, len(swin.DEPTHS) - 1
     master = {"patch_embed.proj.weight": new(swin.EMBED_DIM, 3, patch, patch)}
-    master |= {
-        "patch_embed.proj.bias": new(swin.EMBED_DIM),
-        **norm("patch_embed.norm", swin.EMBED_DIM),
-    }
+    master["patch_embed.proj.bias"] = new(swin.EMBED_DIM)
+    master |= norm("patch_embed.norm", swin.EMBED_DIM)
     states = [{} for _ in range(ranks)]
     for stage, (depth, heads) in enumerate(zip(swin.DEPTHS, swin.NUM_HEADS, strict=True)):
         channels = swin.EMBED_DIM * 2**stage
@@ -53,9 +51,8 @@ def make_released(
             block = f"layers.{stage}.blocks.{i}"
             master |= norm(f"{block}.norm1", channels) | norm(f"{block}.norm2", channels)
             master |= linear(f"{block}.attn.qkv", 3 * channels, channels)
-            master |= linear(f"{block}.attn.proj", channels, channels) | linear(
-                f"{block}.attn.cpb_mlp.0", 512, 2
-            )
+            master |= linear(f"{block}.attn.proj", channels, channels)
+            master |= linear(f"{block}.attn.cpb_mlp.0", 512, 2)
             master[f"{block}.attn.cpb_mlp.2.weight"] = new(heads, 512)
             master[f"{block}.attn.relative_coords_table"] = torch.zeros(1, 7, 7, 2)
             master[f"{block}.attn.relative_position_index"] = torch.zeros(16, 16, dtype=torch.int64)
@@ -75,25 +72,17 @@ def make_released(
             if not legacy:
                 master[f"{layer}._num_global_experts"] = torch.tensor(moe.NUM_EXPERTS)
             local, parts = max(moe.NUM_EXPERTS // ranks, 1), max(ranks // moe.NUM_EXPERTS, 1)
+            hidden, outputs = 4 * channels // parts, channels // parts
             middle = (1,) if legacy else ()
+            experts = f"{layer}.experts.batched"
             for state in states:
-                state[f"{layer}.experts.batched_fc1_w"] = new(
-                    local, 4 * channels // parts, channels
-                )
-                state[f"{layer}.experts.batched_fc2_w"] = new(
-                    local, 4 * channels // parts, channels
-                )
-                state[f"{layer}.experts.batched_fc1_bias"] = new(
-                    local, *middle, 4 * channels // parts
-                )
+                state[f"{experts}_fc1_w"] = new(local, hidden, channels)
+                state[f"{experts}_fc2_w"] = new(local, hidden, channels)
+                state[f"{experts}_fc1_bias"] = new(local, *middle, hidden)
                 if output_bias:  # then it is trained, and each rank's own
-                    state[f"{layer}.experts.batched_fc2_bias"] = new(
-                        local, *middle, channels // parts
-                    )
+                    state[f"{experts}_fc2_bias"] = new(local, *middle, outputs)
             if not output_bias:
-                master[f"{layer}.experts.batched_fc2_bias"] = torch.zeros(
-                    local, *middle, channels // parts
-                )
+                master[f"{experts}_fc2_bias"] = torch.zeros(local, *middle, outputs)
         if stage < last:
             merging = f"layers.{stage}.downsample"
             master[f"{merging}.reduction.weight"] = new(2 * channels, 4 * channels)

@@ -135,117 +135,92 @@ SOURCES = {  # what happens to the files: what the line then says
 }
 
 
+@pytest.fixture
+def refused(convert, tmp_path):
+    """`refused(arguments, fragment, ...)`: a command with `--output new` is refused with these
+    words, and writes nothing."""
+
+    def run(arguments: list, *fragments: str) -> None:
+        assert_refused(convert(*arguments, "--output", tmp_path / "new"), *fragments)
+        assert not [path for path in tmp_path.iterdir() if "new" in path.name]
+
+    return run
+
+
 @pytest.mark.parametrize("what", SOURCES)
-def test_released_files_with_a_fault(what, files, convert, cfg, tmp_path):
+def test_released_files_with_a_fault(what, files, refused, cfg):
     damage, fragments = SOURCES[what]
     damage(files)
-    assert_refused(
-        convert("import", "swin-moe", files, *cfg(), "--output", tmp_path / "new"), *fragments
-    )
-    assert not [path for path in tmp_path.iterdir() if "new" in path.name]
+    refused(["import", "swin-moe", files, *cfg()], *fragments)
 
 
-@pytest.mark.parametrize(
-    ("opts", "fragment"),
-    [
-        (["MODEL.MOE.NUM_EXPERTS", 8], "has 4 experts, MODEL.MOE.NUM_EXPERTS is 8"),
-        (["MODEL.MOE.NUM_EXPERTS", 0], "unexpected: layers.1.blocks.1.mlp.moe"),
-        (["MODEL.MOE.BLOCKS", "[[],[],[0,1]]"], "unexpected: layers.1.blocks.1.mlp.moe"),
-        (["MODEL.MOE.ROUTER", "cosine"], "missing: layers.1.blocks.1.mlp.moe.router.temperature"),
-        (
-            ["MODEL.SWINV2.EMBED_DIM", 16],
-            "patch_embed.proj.weight ([8, 3, 2, 2] there, [16, 3, 2, 2] in the model)",
-        ),
-        (["MODEL.SWINV2.DEPTHS", "[1,2,3]"], "missing: layers.2.blocks.2"),
-        (["MODEL.NUM_CLASSES", 1000], "has 5 classes, MODEL.NUM_CLASSES is 1000"),
-        (["MODEL.TYPE", "swinv2_moe"], "MODEL.TYPE 'swin_moe', this model is 'swinv2_moe'"),
-    ],
-)
-def test_a_configuration_of_another_model(opts, fragment, files, convert, cfg, tmp_path):
-    assert_refused(
-        convert("import", "swin-moe", files, *cfg(*opts), "--output", tmp_path / "new"), fragment
-    )
-    assert not (tmp_path / "new").exists()
+OTHER_MODELS = [
+    ("MODEL.MOE.NUM_EXPERTS", 8, "has 4 experts, MODEL.MOE.NUM_EXPERTS is 8"),
+    ("MODEL.MOE.NUM_EXPERTS", 0, "unexpected: layers.1.blocks.1.mlp.moe"),
+    ("MODEL.MOE.BLOCKS", "[[],[],[0,1]]", "unexpected: layers.1.blocks.1.mlp.moe"),
+    ("MODEL.MOE.ROUTER", "cosine", "missing: layers.1.blocks.1.mlp.moe.router.temperature"),
+    ("MODEL.SWINV2.EMBED_DIM", 16, "proj.weight ([8, 3, 2, 2] there, [16, 3, 2, 2] in the model)"),
+    ("MODEL.SWINV2.DEPTHS", "[1,2,3]", "missing: layers.2.blocks.2"),
+    ("MODEL.NUM_CLASSES", 1000, "has 5 classes, MODEL.NUM_CLASSES is 1000"),
+    ("MODEL.TYPE", "swinv2_moe", "MODEL.TYPE 'swin_moe', this model is 'swinv2_moe'"),
+]
 
 
-def test_the_number_of_classes_may_be_left_to_the_files(files, convert, cfg, tmp_path):
-    arguments = [*cfg("MODEL.NUM_CLASSES", 0), "--output", tmp_path / "new"]
-    assert convert("import", "swin-moe", files, *arguments).status == 0
-    assert (
-        convert(
-            "export", "single", tmp_path / "new", "--output", tmp_path / "one.safetensors"
-        ).status
-        == 0
-    )
+def test_a_configuration_of_another_model(files, refused, cfg):
+    for key, value, fragment in OTHER_MODELS:
+        refused(["import", "swin-moe", files, *cfg(key, value)], fragment)
 
 
-def test_class_names(files, convert, cfg, tmp_path):
+def test_the_number_of_classes_may_be_left_to_the_files(files, imported, exported, tmp_path):
+    new = imported("swin-moe", files, "MODEL.NUM_CLASSES", 0)
+    exported("single", new, tmp_path / "one.safetensors")
+
+
+def test_class_names(files, refused, cfg, tmp_path):
     names = tmp_path / "names.txt"
-    arguments = [files, *cfg(), "--class-names", names, "--output", tmp_path / "new"]
-    assert_refused(
-        convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read"
-    )
+    command = ["import", "swin-moe", files, *cfg(), "--class-names", names]
+    refused(command, f"--class-names {names}: cannot be read")
     os.mkfifo(names)
-    assert_refused(
-        convert("import", "swin-moe", *arguments), f"--class-names {names}: cannot be read"
-    )
+    refused(command, f"--class-names {names}: cannot be read")
     names.unlink()
     names.write_text("a\nb\n")
-    assert_refused(convert("import", "swin-moe", *arguments), "has 5 classes, the names are 2")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    refused(command, "has 5 classes, the names are 2")
+    for text, message in (
         ("", "is empty"),
         ("a\n \nc\nd\ne\n", "line 2 is ' ', a blank name"),
         ("a\nb\nc\nd\n\n", "line 5 is '', a blank name"),
         ("a\nb\nc\nb\ne\n", "line 4 is 'b', the name of line 2"),
-    ],
-)
-def test_names_that_are_no_class_names(text, message, convert, cfg, tmp_path):
-    names = tmp_path / "names.txt"
-    names.write_text(text)
-    arguments = [tmp_path / "x.pth", *cfg(), "--class-names", names, "--output", tmp_path / "new"]
-    assert_refused(convert("import", "swin-moe", *arguments), f"--class-names {names}: {message}")
+    ):
+        names.write_text(text)
+        refused(command, f"--class-names {names}: {message}")
 
 
-def test_arguments(files, convert, cfg, make_checkpoint, tmp_path):
-    new, ours = ["--output", tmp_path / "new"], make_checkpoint()[0]
-    assert_refused(convert("import", "swin-moe", files, *new), "import swin-moe: needs --cfg")
-    assert_refused(
-        convert("import", "swin-moe", files, "--opts", "SEED", "1", *new), "--opts: needs --cfg"
-    )
-    assert_refused(
-        convert("import", "tutel", files, *cfg(), "--noise", 0.1, *new), "--noise 0.1: is for dense"
-    )
+def test_arguments(files, convert, refused, cfg, make_checkpoint, tmp_path):
+    ours = make_checkpoint()[0]
+    released = ["import", "swin-moe", files]
+    refused(released, "import swin-moe: needs --cfg")
+    refused([*released, "--opts", "SEED", "1"], "--opts: needs --cfg")
+    noise = ["import", "tutel", files, *cfg(), "--noise", 0.1]
+    refused(noise, "--noise 0.1: is for dense")
     for kind in ("tutel", "single", "hub"):
-        assert_refused(
-            convert("export", kind, ours, "--newer", *new),
-            f"--newer: is for swin-moe, not for {kind}",
-        )
+        refused(["export", kind, ours, "--newer"], f"--newer: is for swin-moe, not for {kind}")
     for noise in ("nan", "-1", "inf"):
-        assert_refused(
-            convert("import", "dense", files, *cfg(), "--noise", noise, *new), "--noise is"
-        )
+        refused(["import", "dense", files, *cfg(), "--noise", noise], "--noise is")
     for kind in ("swin-moe", "tutel"):
         for ranks, fragment in (
             (3, "do not divide over 3 ranks"),
             (0, "--ranks is 0"),
             (1024, "by the 256 ranks"),
         ):
-            arguments = [ours, "--ranks", ranks, "--output", tmp_path / "new" / "y.pth"]
-            assert_refused(convert("export", kind, *arguments), "--ranks", fragment)
+            refused(["export", kind, ours, "--ranks", ranks], "--ranks", fragment)
     single = tmp_path / "new.safetensors"
-    assert_refused(
-        convert("export", "single", ours, "--ranks", 2, "--output", single), "without --ranks"
-    )
-    assert_refused(
-        convert("export", "single", ours, "--output", tmp_path / "new.pth"), "one .safetensors file"
-    )
-    assert_refused(
-        convert("export", "tutel", ours, "--ranks", 2, "--output", single), "needs {rank} in it"
-    )
+    for kind, options, output, fragment in (
+        ("single", ["--ranks", 2], single, "without --ranks"),
+        ("single", [], tmp_path / "new.pth", "one .safetensors file"),
+        ("tutel", ["--ranks", 2], single, "needs {rank} in it"),
+    ):
+        finished = convert("export", kind, ours, *options, "--output", output)
+        assert_refused(finished, fragment)
     assert not list(tmp_path.glob("*new*"))
 
 
@@ -261,18 +236,12 @@ def test_a_dense_model_has_no_ranks_and_v2_no_released_form(convert, make_checkp
 def test_an_output_that_exists(files, convert, cfg, make_checkpoint, tmp_path):
     ours, taken = make_checkpoint()[0], tmp_path / "taken"
     taken.mkdir()
-    assert_refused(
-        convert("import", "swin-moe", files, *cfg(), "--output", taken),
-        f"--output {taken}: already exists",
-    )
-    exported = [ours, "--ranks", 8, "--output", tmp_path / "x.pth"]
-    assert_refused(
-        convert("export", "swin-moe", *exported), f"--output {files}.rank0: already exists"
-    )
-    below = tmp_path / "x.pth.rank0" / "new"
-    assert_refused(
-        convert("export", "tutel", ours, "--output", below), "x.pth.rank0 is not a directory"
-    )
+    finished = convert("import", "swin-moe", files, *cfg(), "--output", taken)
+    assert_refused(finished, f"--output {taken}: already exists")
+    finished = convert("export", "swin-moe", ours, "--ranks", 8, "--output", tmp_path / "x.pth")
+    assert_refused(finished, f"--output {files}.rank0: already exists")
+    finished = convert("export", "tutel", ours, "--output", tmp_path / "x.pth.rank0" / "new")
+    assert_refused(finished, "x.pth.rank0 is not a directory")
     assert list(taken.iterdir()) == []
 
 
@@ -303,11 +272,8 @@ def test_a_full_disk_leaves_nothing(convert, make_checkpoint, monkeypatch, tmp_p
 
     monkeypatch.setattr(torch, "save", save)
     arguments = [ours, "--ranks", 4, "--output", tmp_path / "sub" / "y.pth"]
-    assert_refused(
-        convert("export", "swin-moe", *arguments),
-        "y.pth.rank2: cannot be written",
-        "file write failed",
-    )
+    finished = convert("export", "swin-moe", *arguments)
+    assert_refused(finished, "y.pth.rank2: cannot be written", "file write failed")
     assert list((tmp_path / "sub").iterdir()) == []
 
 
@@ -323,80 +289,47 @@ def test_no_permission(files, convert, cfg, tmp_path):
         os.chmod(tmp_path, 0o700)
 
 
-def test_a_single_file_of_another_kind(convert, tmp_path):
-    for suffix, metadata, fragment in (
-        (".pth", None, "is a .safetensors file"),
-        (".safetensors", None, "its format is None"),
-        (
-            ".safetensors",
-            {"format": "swinv2-moe single file 1"},
-            "its metadata cannot be used ('class_names')",
-        ),
-        (
-            ".safetensors",
-            {
-                "format": "swinv2-moe single file 1",
-                "step": "1",
-                "class_names": "[]",
-                "config": "MODEL: {NOPE: 1}",
-            },
-            "its configuration cannot be used",
-        ),
-    ):
-        file = tmp_path / f"one{suffix}"
-        save_file({"norm.weight": torch.ones(1)}, file, metadata)
-        assert_refused(
-            convert("import", "single", file, "--output", tmp_path / "new"), str(file), fragment
-        )
+SINGLE = {"format": "swinv2-moe single file 1", "step": "1", "class_names": "[]", "config": "{}"}
+METADATA = [  # of a single file, what the line says
+    (None, "its format is None"),
+    ({"format": SINGLE["format"]}, "its metadata cannot be used ('class_names')"),
+    (SINGLE | {"config": "MODEL: {NOPE: 1}"}, "its configuration cannot be used"),
+    (SINGLE | {"class_names": "[" * 100_000}, "nested too deeply"),
+    (SINGLE | {"class_names": '"ab"'}, "class_names is 'ab', it must be a list"),
+    (SINGLE | {"class_names": "[1, 2]"}, "class_names/0 is 1, it must be text"),
+    (SINGLE | {"step": "9" * 5000}, "its metadata cannot be used"),
+    (SINGLE | {"step": "-1"}, "step is -1, it must be a whole number"),
+    (SINGLE | {"step": "1.5"}, "step is 1.5"),
+    (SINGLE | {"step": "9" * 30}, "step is 999"),
+]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("class_names", "[" * 100_000, "nested too deeply"),
-        ("class_names", '"ab"', "class_names is 'ab', it must be a list"),
-        ("class_names", "[1, 2]", "class_names/0 is 1, it must be text"),
-        ("step", "9" * 5000, "its metadata cannot be used"),
-        ("step", "-1", "step is -1, it must be a whole number"),
-        ("step", "1.5", "step is 1.5"),
-        ("step", "9" * 30, "step is 999"),
-    ],
-)
-def test_the_metadata_of_a_single_file(key, value, reason, convert, tmp_path):
-    metadata = {
-        "format": "swinv2-moe single file 1",
-        "step": "1",
-        "class_names": "[]",
-        "config": "{}",
-    }
+def test_a_single_file_of_another_kind(refused, tmp_path):
+    weights = {"norm.weight": torch.ones(1)}
+    save_file(weights, tmp_path / "one.pth")
+    refused(["import", "single", tmp_path / "one.pth"], "one.pth", "is a .safetensors file")
     file = tmp_path / "one.safetensors"
-    save_file({"norm.weight": torch.ones(1)}, file, metadata | {key: value})
-    assert_refused(
-        convert("import", "single", file, "--output", tmp_path / "new"), str(file), reason
-    )
+    for metadata, reason in METADATA:
+        save_file(weights, file, metadata)
+        refused(["import", "single", file], str(file), reason)
 
 
-def test_a_named_pipe_in_the_place_of_weights(convert, cfg, tmp_path):
+def test_a_named_pipe_in_the_place_of_weights(refused, cfg, tmp_path):
     file = tmp_path / "pipe.pth"
     os.mkfifo(file)
     for kind in ("swin-moe", "dense"):
-        arguments = ["import", kind, file, *cfg(), "--output", tmp_path / "new"]
-        assert_refused(convert(*arguments), f"{file}: not a regular file")
+        refused(["import", kind, file, *cfg()], f"{file}: not a regular file")
 
 
 def test_a_checkpoint_without_a_classifier_is_not_exported(convert, make_checkpoint, tmp_path):
     ours, _ = make_checkpoint()
     file = ours / "model.safetensors"
-    save_file(
-        {name: value for name, value in load_file(file).items() if not name.startswith("head.")},
-        file,
-    )
+    trunk = {key: value for key, value in load_file(file).items() if not key.startswith("head.")}
+    save_file(trunk, file)
     meta = read_meta(ours)
     write_meta(ours, meta | {"files": meta["files"] | {file.name: fsync_and_hash(file)}})
-    assert_refused(
-        convert("export", "single", ours, "--output", tmp_path / "y.safetensors"),
-        "has no classifier",
-    )
+    finished = convert("export", "single", ours, "--output", tmp_path / "y.safetensors")
+    assert_refused(finished, "has no classifier")
 
 
 class RunsCommand:
@@ -415,36 +348,31 @@ class RunsCode:
         return exec, (f"open({str(self.marker)!r}, 'w')",)
 
 
-@pytest.mark.parametrize("evil", [RunsCommand, RunsCode])
-@pytest.mark.parametrize("saver", ["torch.save", "pickle"])
-@pytest.mark.parametrize(
-    ("kind", "name", "source"),
-    [
-        ("swin-moe", "x.pth.rank0", "x.pth"),
-        ("swin-moe", "x.pth.rank5", "x.pth"),
-        ("swin-moe", "x.pth.master", "x.pth"),
-        ("swin-moe", "y.pth.global", "y.pth"),
-        ("dense", "dense.pth", "dense.pth"),
-        ("dense", "dense.safetensors", "dense.safetensors"),
-        ("tutel", "tutel.pt", "tutel.pt"),
-        ("tutel", "tutel-1.ckpt", "tutel-{rank}.ckpt"),
-        ("tutel", "tutel.safetensors", "tutel.safetensors"),
-        ("single", "single.safetensors", "single.safetensors"),
-    ],
-)
-def test_a_planted_pickle_runs_nothing(
-    evil, saver, kind, name, source, files, convert, cfg, tmp_path
-):
+PLANTED = [  # kind, file with the pickle, source
+    ("swin-moe", "x.pth.rank0", "x.pth"),
+    ("swin-moe", "x.pth.rank5", "x.pth"),
+    ("swin-moe", "x.pth.master", "x.pth"),
+    ("swin-moe", "y.pth.global", "y.pth"),
+    ("dense", "dense.pth", "dense.pth"),
+    ("dense", "dense.safetensors", "dense.safetensors"),
+    ("tutel", "tutel.pt", "tutel.pt"),
+    ("tutel", "tutel-1.ckpt", "tutel-{rank}.ckpt"),
+    ("tutel", "tutel.safetensors", "tutel.safetensors"),
+    ("single", "single.safetensors", "single.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "source"), PLANTED)
+def test_a_planted_pickle_runs_nothing(kind, name, source, files, refused, cfg, tmp_path):
     marker, file = tmp_path / "executed", tmp_path / name
     torch.save({"model": {"norm.weight": torch.ones(1)}}, tmp_path / "tutel-0.ckpt")
-    content = {"model": {"norm.weight": evil(marker)}}
-    if saver == "pickle":
-        file.write_bytes(pickle.dumps(content))
-    else:
-        torch.save(content, file)
-    finished = convert("import", kind, tmp_path / source, *cfg(), "--output", tmp_path / "new")
-    assert_refused(finished, f"{file}: cannot be read as weights")
-    assert not marker.exists()
-    assert not (tmp_path / "new").exists()
-    pickle.loads(pickle.dumps(content))  # it would have
-    assert marker.exists()
+    for evil in (RunsCommand, RunsCode):
+        content = {"model": {"norm.weight": evil(marker)}}
+        for save in (torch.save, lambda content, file: file.write_bytes(pickle.dumps(content))):
+            save(content, file)
+            command = ["import", kind, tmp_path / source, *cfg()]
+            refused(command, f"{file}: cannot be read as weights")
+            assert not marker.exists()
+        pickle.loads(pickle.dumps(content))  # it would have
+        assert marker.exists()
+        marker.unlink()

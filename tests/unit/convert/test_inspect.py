@@ -25,21 +25,11 @@ def run(make_checkpoint, tmp_path) -> Path:
             shutil.copy(ours / file, ours / section / file)
         meta["files"] |= {f"{section}/{file}": record for file, record in weights.items()}
     meta["experts"][LAYERS[1]] = [7, 3, 5, 3]
-    meta["training"] = {
-        "epoch": 2,
-        "epoch_step": 3,
-        "epoch_loss": 4.5,
-        "validated_step": 6,
-        "steps_per_epoch": 12,
-    }
-    meta["training"] |= {
-        "global_batch": 8,
-        "best_top1": 50.0,
-        "last_top1": None,
-        "skipped": 0,
-        "strategies": [],
-    }
-    meta["training"] |= {"loss_scaler": {"scale": 1.0, "good_steps": 0, "updates": 7}}
+    training = {"epoch": 2, "epoch_step": 3, "epoch_loss": 4.5, "validated_step": 6}
+    training |= {"steps_per_epoch": 12, "global_batch": 8, "skipped": 0, "strategies": []}
+    training |= {"best_top1": 50.0, "last_top1": None}
+    training["loss_scaler"] = {"scale": 1.0, "good_steps": 0, "updates": 7}
+    meta["training"] = training
     del meta["checksum"]
     write_meta(ours, meta)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -52,45 +42,30 @@ def run(make_checkpoint, tmp_path) -> Path:
 def test_as_json(run, convert):
     directory = run / "checkpoints" / "step-00000007"
     trunk = (directory / "model.safetensors").stat().st_size
-    experts = {
-        name: sum(f.stat().st_size for f in (directory / "experts" / name).iterdir())
-        for name in LAYERS
-    }
+    experts, layers = {}, {}
+    for name in LAYERS:
+        files = (directory / "experts" / name).iterdir()
+        experts[name] = sum(file.stat().st_size for file in files)
+        ages = [0, 4, 2, 4] if name == LAYERS[1] else [0] * 4
+        layers[name] = {"experts": 4, "bytes": experts[name], "ages": ages}
+    whole = [13, trunk + sum(experts.values())]
+    facts = {"directory": str(directory), "step": 7, "epoch": 2.25, "classes": 5, "damaged": {}}
     for path in (run, directory):
         finished = convert("inspect", path, "--json")
         assert finished.status == 0
         said = json.loads(finished.out)
-        assert {key: said[key] for key in ("directory", "step", "epoch", "classes", "damaged")} == {
-            "directory": str(directory),
-            "step": 7,
-            "epoch": 2.25,
-            "classes": 5,
-            "damaged": {},
-        }
+        assert {key: said[key] for key in facts} == facts
         sections = ("weights", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-        assert said["sections"] == {
-            section: [13, trunk + sum(experts.values())] for section in sections
-        }
-        assert said["layers"] == {
-            name: {
-                "experts": 4,
-                "bytes": experts[name],
-                "ages": [0, 4, 2, 4] if name == LAYERS[1] else [0] * 4,
-            }
-            for name in LAYERS
-        }
+        assert said["sections"] == dict.fromkeys(sections, whole)
+        assert said["layers"] == layers
 
 
 def test_as_a_table(run, convert):
     finished = convert("inspect", run)
     assert finished.status == 0
-    for text in (
-        "step 7, epoch 2.25, saved 20",
-        "swin_moe, dim 8",
-        "4 experts, top-1",
-        "5 named classes",
-    ):
+    for text in ("step 7, epoch 2.25, saved 20", "swin_moe, dim 8", "4 experts, top-1"):
         assert text in finished.out
+    assert "5 named classes" in finished.out
     assert "every file has its checksum" in finished.out
     rows = {
         line.split()[0]: " ".join(line.split()[1:])
@@ -114,11 +89,8 @@ def test_weights_alone_and_a_dense_model(convert, make_checkpoint):
 
 def test_every_damaged_file_is_named_and_the_status_is_1(run, convert):
     directory = run / "checkpoints" / "step-00000007"
-    missing, short, changed = (
-        "model.safetensors",
-        f"ema/experts/{LAYERS[0]}/0001.safetensors",
-        "ema/model.safetensors",
-    )
+    missing, changed = "model.safetensors", "ema/model.safetensors"
+    short = f"ema/experts/{LAYERS[0]}/0001.safetensors"
     (directory / missing).unlink()
     os.truncate(directory / short, 10)
     content = bytearray((directory / changed).read_bytes())
