@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[1]
 RUNS = {
     "swinv2": (1, "quickstart_digits", ["TRAIN.EPOCHS", "2"]),
     "swinv2, 2 processes": (2, "quickstart_digits", ["TRAIN.EPOCHS", "2"]),
-    "vit": (1, "vit_moe_digits", ["TRAIN.EPOCHS", "1"]),
+    "vit": (1, "vit_moe_digits", ["TRAIN.EPOCHS", "2"]),
     "bias, top 2, average": (
         1,
         "quickstart_digits",
-        ["TRAIN.EPOCHS", "1", "MODEL.MOE.BALANCE", "bias", "MODEL.MOE.TOP_K", "2"]
+        ["TRAIN.EPOCHS", "2", "MODEL.MOE.BALANCE", "bias", "MODEL.MOE.TOP_K", "2"]
         + ["TRAIN.EMA_DECAY", "0.9"],
     ),
 }
@@ -73,7 +73,8 @@ def losses(output: Path) -> dict:
         if processes > 1:
             start += ["torch.distributed.run", "--standalone"]
             start += ["--nproc-per-node", str(processes), "-m"]
-        subprocess.run([*start, "swinv2_moe", "train", *words], check=True, capture_output=True)
+        command = [*start, "swinv2_moe", "train", *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (output / name / "metrics.jsonl").read_text().splitlines()
         for row in map(json.loads, lines):
             if "grad_norm" in row:
@@ -102,12 +103,17 @@ def sizes(output: Path) -> dict:
 def configurations(output: Path) -> dict:
     from swinv2_moe.config import flatten, load_config
     from swinv2_moe.config_files import config_names
+    from swinv2_moe.errors import UserError
 
     values = {}
-    for name in config_names():
-        if "ablations/" in name:  # plans of several runs
+    for name, file in config_names().items():
+        if file.suffix != ".yaml" or "ablations/" in name:  # of detectors; plans of several runs
             continue
-        config = load_config(name, data="images")
+        try:
+            config = load_config(name, data="images")
+        except UserError as error:  # of a key that the file leaves to the command line
+            values[name] = str(error)
+            continue
         values |= {f"{name}: {key}": str(value) for key, value in flatten(config).items()}
     return values
 
