@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +119,18 @@ class Gate(NamedTuple):
             return train_step(trainer, batches)
 
         Trainer.train_step = wait_and_train
+
+    def hold_save(self, module: str, name: str, step: int) -> None:
+        """In this process the save of a step waits here before it first calls this function."""
+        module = import_module(module)
+        function = getattr(module, name)
+
+        def wait_and_call(*args, **kwargs):
+            if f"step-{step:08d}" in repr(args) and not self.reached.exists():
+                self.wait_here()
+            return function(*args, **kwargs)
+
+        setattr(module, name, wait_and_call)
 
 
 def _train(

@@ -35,58 +35,27 @@ class Agents:
         self.run, self.port, self.nodes = output / "run", free_port(), nodes
         self.logs: list[Path] = []
         self.agents: list[subprocess.Popen] = []
-        program = [
-            "tools/train.py",
-            "--cfg",
-            "configs/quickstart_digits.yaml",
-            "--data",
-            str(data),
-            "--resume",
-            "auto",
-        ]
-        self.program = [
-            *program,
-            "--output",
-            str(self.run),
-            "--opts",
-            *KEYS.split(),
-            "TRAIN.MAX_STEPS",
-            str(last),
-        ]
+        words = "tools/train.py --cfg configs/quickstart_digits.yaml --resume auto --data"
+        self.program = [*words.split(), str(data), "--output", str(self.run)]
+        self.program += ["--opts", *KEYS.split(), "TRAIN.MAX_STEPS", str(last)]
 
     def start(self, *more: str, is_host: bool = False) -> subprocess.Popen:
         """One more agent; `is_host`: the rendezvous lives in it."""
         settings = (
             f"is_host={int(is_host)},join_timeout=60,last_call_timeout=2,keep_alive_interval=1"
         )
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            self.nodes,
-            "--nproc_per_node",
-            "1",
-            "--rdzv-id",
-            "test",
-        ]
-        launcher += [
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"localhost:{self.port}",
-            "--rdzv-conf",
-            settings,
-        ]
+        launcher = (
+            f"-m torch.distributed.run --nnodes {self.nodes} --nproc_per_node 1 --rdzv-id test"
+            f" --rdzv-backend c10d --rdzv-endpoint localhost:{self.port} --rdzv-conf {settings}"
+            " --max-restarts 3"
+        )
         self.logs.append(self.run.parent / f"agent-{len(self.agents)}.log")
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.logs[-1].open("w") as log:
             agent = subprocess.Popen(
-                [sys.executable, *launcher, "--max-restarts", "3", *more, *self.program],
+                [sys.executable, *launcher.split(), *more, *self.program],
                 cwd=ROOT,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                },
+                env=os.environ | settings,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -129,10 +98,8 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """The losses of one process that nothing interrupts."""
-    run = uninterrupted(
-        1, data, tmp_path_factory.mktemp("whole") / "run", LATE, KEYS.removeprefix(SMALL)
-    )
-    return dict(steps(run))
+    output = tmp_path_factory.mktemp("whole") / "run"
+    return dict(steps(uninterrupted(1, data, output, LATE, KEYS.removeprefix(SMALL))))
 
 
 @pytest.fixture
@@ -151,9 +118,8 @@ def agents(data, tmp_path):
 def assert_whole(run: Path, last: int, whole: dict[int, float]) -> None:
     found = steps(run)
     assert [step for step, _ in found] == list(range(1, last + 1))
-    assert [loss for _, loss in found] == pytest.approx(
-        [whole[step] for step in range(1, last + 1)], rel=1e-4
-    )
+    expected = [whole[step] for step in range(1, last + 1)]
+    assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-4)
     assert open_checkpoint(checkpoints_below(run / "checkpoints")[0]).meta["step"] == last
 
 

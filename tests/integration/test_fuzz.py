@@ -2,28 +2,24 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fuzz import COUNTS, FEW
+from tool_cases import ROOT
 
-ROOT = Path(__file__).parents[2]
 
-
-def fuzz(*options: str, seconds: float) -> str:
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (["--few"], FEW),
+        pytest.param([], COUNTS, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
+    ],
+    ids=["few", "all"],
+)
+def test_hostile_files(options, counts):
+    """In a process of its own, which forks one for each case."""
     command = [sys.executable, "tests/integration/fuzz.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("kind", ["checkpoints", "weights", "shards", "configurations"])
-def test_some_hostile_files(kind):
-    assert f"{kind}: 25 cases: " in fuzz("--only", kind, "--count", "25", seconds=280)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_all_hostile_files():
-    printed = fuzz(seconds=2300)
-    for counted in ("checkpoints: 300", "weights: 150", "shards: 100", "configurations: 80"):
-        assert f"{counted} cases: " in printed
+    for kind, count in counts.items():
+        assert f"{kind}: {count} cases: " in done.stdout
