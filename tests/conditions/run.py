@@ -1,12 +1,11 @@
-"""The test suite where it is hardest: each file alone, other orders, other CPUs. Not a test itself.
+"""The test suite where it is hardest: each file alone, other kernels and CPUs. Not a test itself.
 
     python tests/conditions/run.py alone        # each test file by itself: about 25 minutes
-    python tests/conditions/run.py order 1 2    # the whole suite in the random orders 1 and 2
     python tests/conditions/run.py torch        # kernels="torch" in place of "auto"
     python tests/conditions/run.py no-avx512    # without these instructions; as root
     python tests/conditions/run.py one-core
 
-What follows `--` goes to pytest. Exits with 1 if anything failed.
+Other words go to pytest. Exits with 1 if anything failed. Other orders: `make test-random`.
 """
 
 import argparse
@@ -68,19 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("condition", choices=["alone", "order", "torch", "no-avx512", "one-core"])
-    parser.add_argument("seeds", nargs="*", type=int)
-    own, options = sys.argv[1:], []
-    if "--" in own:
-        place = own.index("--")
-        own, options = own[:place], own[place + 1 :]
-    args = parser.parse_args(own)
+    parser.add_argument("condition", choices=["alone", "torch", "no-avx512", "one-core"])
+    args, options = parser.parse_known_args()
     whole = [*PYTEST, *PARALLEL, *options]
     if args.condition == "alone":
         passed = alone(options)
-    elif args.condition == "order":
-        results = [run(f"seed {seed}", [*whole, f"--randomly-seed={seed}"]) for seed in args.seeds]
-        passed = all(results)
     elif args.condition == "torch":
         paths = os.pathsep.join([str(HERE / "torch_kernels"), str(ROOT)])
         passed = run('kernels="torch"', whole, PYTHONPATH=paths)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tool_cases import command
+from tool_cases import ROOT, assert_one_line, command
 
 from swinv2_moe.commands.ablate import needs_few_shot, needs_measurement
 from swinv2_moe.errors import UserError
+from swinv2_moe.jobs import Jobs
 
 
 @pytest.fixture
@@ -60,7 +61,19 @@ def test_results_of_other_options_are_not_kept(tmp_path):
     assert needs_measurement(measured, 10, True)
 
 
-def test_two_runs_side_by_side(ablate, plan, make_photographs, tmp_path):
+def test_commands_in_processes_of_their_own(tmp_path):
+    jobs, log = Jobs(2), tmp_path / "log"
+    jobs.run(log, "configs", "quickstart_digits")
+    assert "swinv2-moe train --cfg configs/quickstart_digits.yaml" in log.read_text()
+    with pytest.raises(UserError, match=r"log: configs ended with status 2 \(error: .*nowhere"):
+        jobs.run(log, "configs", "nowhere")
+    assert not jobs.processes
+    jobs.stop()
+    with pytest.raises(UserError, match=r"^stopped$"):
+        jobs.run(log, "configs")
+
+
+def test_two_runs_side_by_side(ablate, quick_jobs, plan, make_photographs, tmp_path):
     data, output = make_photographs(), tmp_path / "out"
     arguments = ["--data", data, "--output", output, "--jobs", 2, "--speed"]
     finished = ablate("--plan", plan(), *arguments)
@@ -79,12 +92,7 @@ def test_two_runs_side_by_side(ablate, plan, make_photographs, tmp_path):
 
     opts = yaml.safe_load(plan().read_text())["opts"] | {"TRAIN.WEIGHT_DECAY": 0.3}
     changed = ablate("--plan", plan(opts=opts), *arguments)
-    assert changed.status == 2
-    assert "TRAIN.WEIGHT_DECAY 0.1, variant dense now has 0.3" in changed.err
-    assert len(changed.err.splitlines()) == 1
-
-
-ROOT = Path(__file__).parents[2]
+    assert_one_line(changed, "TRAIN.WEIGHT_DECAY 0.1, variant dense now has 0.3")
 
 
 def processes_of(directory: Path) -> list[int]:
@@ -109,9 +117,8 @@ def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
     arguments = ["--plan", file, "--data", data, "--output", output, "--jobs", 2]
     words = [sys.executable, ROOT / "tools" / "ablate.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [str(word) for word in words], env=environment, stderr=subprocess.PIPE
-    )
+    words = list(map(str, words))
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE)
     metrics = output / "top1-seed0" / "metrics.jsonl"
     while not metrics.exists() or "val_top1" not in metrics.read_text():
         assert process.poll() is None
@@ -132,7 +139,7 @@ def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_other_routers_are_measured(ablate, plan, make_photographs, tmp_path):
+def test_other_routers_are_measured(ablate, quick_jobs, plan, make_photographs, tmp_path):
     """Soft MoE and expert choice; their class bits are of the expert with the largest weight."""
     data, output = make_photographs(), tmp_path / "out"
     base = str(tmp_path / "base.yaml")
@@ -168,17 +175,14 @@ BAD_PLANS = {
 def test_bad_input_is_one_line(case, ablate, plan, tmp_path):
     changes, arguments, text = BAD_PLANS[case]
     finished = ablate("--plan", plan(**changes), "--output", tmp_path / "out", *arguments)
-    assert finished.status == 2
-    assert text in finished.err
-    assert len(finished.err.splitlines()) == 1
+    assert_one_line(finished, text)
 
 
 def test_a_file_that_is_no_yaml(ablate, tmp_path):
     file = tmp_path / "plan.yaml"
     file.write_text("variants: [")
     finished = ablate("--plan", file, "--table", "--output", tmp_path / "out")
-    assert (finished.status, len(finished.err.splitlines())) == (2, 1)
-    assert "not a plan" in finished.err
+    assert_one_line(finished, "not a plan")
 
 
 def test_the_table_before_any_run(ablate, plan, tmp_path):

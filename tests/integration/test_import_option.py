@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_digits.yaml"
 COMMANDS = sorted((Path(__file__).parents[2] / "swinv2_moe" / "commands").glob("[a-z]*.py"))
@@ -56,10 +55,11 @@ NAMES = ["MODEL.MOE.ROUTER", "outside_router", "MODEL.MOE.AUX_LOSS", "outside_lo
 NAMES += ["MODEL.MOE.ACTIVATION", "outside_activation"]
 
 
-@pytest.mark.parametrize("file", COMMANDS, ids=lambda file: file.stem)
-def test_every_command_has_the_option(file):
-    assert "CommandParser(" in file.read_text()
-    assert "ArgumentParser(" not in file.read_text()
+def test_every_command_has_the_option():
+    for file in COMMANDS:
+        text = file.read_text()
+        assert "CommandParser(" in text, file
+        assert "ArgumentParser(" not in text, file
 
 
 def test_training_resuming_and_evaluating(start_ranks, small, tmp_path):
@@ -69,8 +69,8 @@ def test_training_resuming_and_evaluating(start_ranks, small, tmp_path):
     opts = ["--opts", *small, *NAMES]
     imports = ["--import", outside]
     stop = ["TRAIN.MAX_STEPS", 2]
-    for rank in start_ranks(2, "tools/train.py", *imports, *train, *opts, *stop):
-        assert (rank.status, rank.err) == (0, "")
+    (first,) = start_ranks(1, "tools/train.py", *imports, *train, *opts, *stop)
+    assert (first.status, first.err) == (0, "")
     first_line = (run / "metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(first_line)["environment"]["imported"] == str(outside)
 

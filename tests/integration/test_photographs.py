@@ -27,27 +27,13 @@ def test_one_epoch_on_photographs(train_command, tmp_path, monkeypatch, request)
     root = next((tmp_path / "photographs").rglob("train")).parent
     opts = (
         "DATA.IMG_SIZE 48 DATA.BATCH_SIZE 32 DATA.NUM_WORKERS 0 MODEL.SWINV2.WINDOW_SIZE 6 DEVICE"
-        " cpu"
+        " cpu MODEL.SWINV2.DEPTHS [1,1,2] MODEL.SWINV2.NUM_HEADS [3,6,12]"
+        " MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.SWINV2.PATCH_SIZE 4"
+        " MODEL.SWINV2.EMBED_DIM 48 MODEL.MOE.BLOCKS [[],[],[1]] MODEL.MOE.NUM_EXPERTS 4"
+        " TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0"
     )
-    opts += (
-        " MODEL.SWINV2.DEPTHS [1,1,2] MODEL.SWINV2.NUM_HEADS [3,6,12]"
-        " MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0]"
-    )
-    opts += (
-        " MODEL.SWINV2.PATCH_SIZE 4 MODEL.SWINV2.EMBED_DIM 48 MODEL.MOE.BLOCKS [[],[],[1]]"
-        " MODEL.MOE.NUM_EXPERTS 4"
-    )
-    opts += " TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0"
-    command = [
-        "--cfg",
-        "configs/imagenette_96.yaml",
-        "--data",
-        root,
-        "--output",
-        tmp_path / "run",
-        "--opts",
-    ]
-    finished = train_command(*command, *opts.split())
+    words = ["--cfg", "configs/imagenette_96.yaml", "--data", root, "--output", tmp_path / "run"]
+    finished = train_command(*words, "--opts", opts)
     assert (finished.status, finished.err) == (0, "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["unreadable_images"] == 0

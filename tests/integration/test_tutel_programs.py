@@ -2,12 +2,14 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from gloo_processes import ROOT
+from gloo_processes import ROOT, Processes
 
 # A directory with Tutel's repository, for the slow test.
 SOURCE = os.environ.get("TUTEL_SOURCE", "")
@@ -34,45 +36,33 @@ assert isinstance(layer.experts, ExpertModule) and isinstance(layer.gates[0], Ga
 x = torch.linspace(-1, 1, 48).view(2, 3, 8) * (env.global_rank + 1)
 total = net.simple_all_reduce(layer(x).abs().sum().detach())
 env.dist_print(f"{env.global_size} ranks: {layer.num_global_experts} experts {float(total) > 0}")
+try:
+    import tutel.parted  # without a counterpart
+except ModuleNotFoundError as error:
+    assert str(error) == "No module named 'tutel.parted'"
 """
 
 
 @pytest.fixture(scope="module")
-def shim() -> str:
+def shim(tmp_path_factory) -> str:
     """What `python -m moe_core.compat.tutel` prints."""
-    command = [sys.executable, "-m", "moe_core.compat.tutel"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    module = partial(runpy.run_module, "moe_core.compat.tutel", run_name="__main__")
+    (ended,) = Processes(1, tmp_path_factory.mktemp("printed"), module).wait()
+    assert (ended.status, ended.err) == (0, "")
+    return ended.out.strip()
 
 
-def run(shim: str, num_ranks: int, *arguments: object, cwd: Path) -> str:
-    """What a program prints on so many ranks with `tutel` from the engine."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words += [f"--nproc_per_node={num_ranks}", *map(str, arguments)]
-    path = os.pathsep.join([str(ROOT), shim])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run_with_shim(shim: str, program: Path) -> None:
+    sys.path.insert(0, shim)
+    runpy.run_path(str(program), run_name="__main__")
 
 
 def test_a_program_finds_tutel(shim, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    assert run(shim, 2, program, cwd=tmp_path) == "2 ranks: 4 experts True\n"
-
-
-def test_modules_without_a_counterpart(shim, tmp_path):
-    program = "import tutel.parted"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), shim])}
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stderr.endswith("ModuleNotFoundError: No module named 'tutel.parted'\n")
+    first, second = Processes(2, tmp_path, partial(run_with_shim, shim, program)).wait()
+    assert first == (0, "2 ranks: 4 experts True\n", "")
+    assert second == (0, "", "")
 
 
 # Losses of steps 0 and 9 that Tutel's CPU build (commit ac0e51b) printed, at model_dim 64,
@@ -113,6 +103,11 @@ CLIENTS: list[tuple[str, str, int, tuple[float, float]]] = [
 def test_tutels_own_examples(shim, tmp_path, program, arguments, num_ranks, losses):
     file = Path(SOURCE) / "tutel" / "examples" / program
     sizes = "--batch_size 4 --num_tokens 64 --model_dim 64 --num_steps 10 --device cpu"
-    printed = run(shim, num_ranks, file, *sizes.split(), *arguments.split(), cwd=tmp_path)
-    found = re.findall(r"STEP-\d+: loss = ([\d.]+)", printed)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={num_ranks}", str(file), *sizes.split(), *arguments.split()]
+    path = os.pathsep.join([str(ROOT), shim])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"STEP-\d+: loss = ([\d.]+)", done.stdout)
     assert (float(found[0]), float(found[9])) == pytest.approx(losses, abs=2e-5)

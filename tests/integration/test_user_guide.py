@@ -56,18 +56,9 @@ def place(tmp_path_factory):
 def test_the_guide_names_every_command():
     text = "".join(BLOCKS)
     # elsewhere, or part of others
-    absent = {
-        "quickstart",
-        "workflow",
-        "convert_checkpoint",
-        "plan_cluster",
-        "detect",
-        "ablate",
-        "scaling",
-    }
-    assert {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent <= set(
-        re.findall(r"tools/(\w+)\.py", text)
-    )
+    absent = {"quickstart", "workflow", "convert_checkpoint", "plan_cluster", "detect", "ablate"}
+    tools = {tool.stem for tool in (ROOT / "tools").glob("*.py")} - absent - {"scaling"}
+    assert tools <= set(re.findall(r"tools/(\w+)\.py", text))
 
 
 @pytest.mark.slow
@@ -78,28 +69,13 @@ def test_every_command_of_the_guide(place):
     assert len(BLOCKS) > 10
     for block in BLOCKS:
         script = commands(block)
-        done = subprocess.run(
-            [shutil.which("bash"), "-euo", "pipefail", "-c", script],
-            cwd=place,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        words = [shutil.which("bash"), "-euo", "pipefail", "-c", script]
+        done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    for made in (
-        "mine/report.html",
-        "mine_beside_dense.html",
-        "mine_routing/routing.png",
-        "accuracy.json",
-        "predictions.csv",
-        "annotated/000.jpg",
-    ):
-        assert (place / "output" / made).is_file()
-    for made in (
-        "capacity.png",
-        "speed/throughput.png",
-        "roofline/roofline.png",
-        "deployed/model.onnx",
-    ):
-        assert (place / "output" / made).is_file()
+    made = (
+        "mine/report.html mine_beside_dense.html mine_routing/routing.png accuracy.json"
+        " predictions.csv annotated/000.jpg capacity.png speed/throughput.png"
+        " roofline/roofline.png deployed/model.onnx"
+    )
+    for name in made.split():
+        assert (place / "output" / name).is_file()

@@ -1,6 +1,7 @@
 """A ViT with experts through every command: MODEL.TYPE is all that selects it."""
 
 import json
+import shutil
 
 import pytest
 from PIL import Image
@@ -9,10 +10,12 @@ from tool_cases import ROOT, command
 from swinv2_moe.train.checkpoint import open_checkpoint
 
 CONFIG = ROOT / "configs" / "vit_moe_digits.yaml"
-KEYS = "DEVICE cpu DATA.NUM_WORKERS 0 DATA.BATCH_SIZE 16 PRINT_FREQ 1 TRAIN.WARMUP_EPOCHS 0"
-KEYS += " MODEL.VIT.EMBED_DIM 16 MODEL.VIT.DEPTH 2 MODEL.VIT.NUM_HEADS 2 MODEL.MOE.BLOCKS [[0,1]]"
-KEYS += " MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
-KEYS += " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.DROP_PATH_RATE 0"
+KEYS = (
+    "DEVICE cpu DATA.NUM_WORKERS 0 DATA.BATCH_SIZE 16 PRINT_FREQ 1 TRAIN.WARMUP_EPOCHS 0"
+    " MODEL.VIT.EMBED_DIM 16 MODEL.VIT.DEPTH 2 MODEL.VIT.NUM_HEADS 2 MODEL.MOE.BLOCKS [[0,1]]"
+    " MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
+    " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.DROP_PATH_RATE 0"
+)
 LAYERS = ["blocks.0.mlp.moe", "blocks.1.mlp.moe"]
 
 
@@ -33,11 +36,13 @@ def run_tool(monkeypatch, capsys):
     return run
 
 
-@pytest.fixture
-def trained(run_tool, tmp_path):
-    """A run of two steps in one process."""
-    run_tool("train", *arguments(tmp_path / "run", steps=2))
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def trained(start_ranks, tmp_path_factory):
+    """A run of two steps in one process, to be read only."""
+    run = tmp_path_factory.mktemp("vit") / "run"
+    (ended,) = start_ranks(1, "tools/train.py", *arguments(run, steps=2))
+    assert (ended.status, ended.err) == (0, "")
+    return run
 
 
 def losses(run) -> dict[int, float]:
@@ -48,15 +53,17 @@ def losses(run) -> dict[int, float]:
 def test_a_run_goes_on_with_its_experts_over_two_ranks(trained, run_tool, start_ranks, tmp_path):
     """The losses are those of one process: the global batch stays, and nothing is dropped."""
     run_tool("train", *arguments(tmp_path / "single", steps=4))
-    words = arguments(trained, steps=4, batch_size=8)
-    outcomes = start_ranks(2, "tools/train.py", *words, "--resume", "auto")
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, symlinks=True)
+    words = arguments(run, steps=4, batch_size=8)
+    outcomes = start_ranks(2, "tools/train.py", *words, "--resume auto")
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     expected = losses(tmp_path / "single")
-    found = losses(trained)
+    found = losses(run)
     assert list(found) == list(expected) == [1, 2, 3, 4]
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-4)
-    meta = open_checkpoint(trained / "checkpoints" / "step-00000004").meta
+    meta = open_checkpoint(run / "checkpoints" / "step-00000004").meta
     assert list(meta["experts"]) == LAYERS
     assert meta["windows"] == []
 

@@ -19,10 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(tar.is_file() for tar in TARS),
-        reason=(
-            f"{TARS[0].name} or {TARS[1].name} is neither in SWINV2_MOE_TEST_DATA nor in"
-            " ../shared/data"
-        ),
+        reason=f"{TARS[0].name} or {TARS[1].name} is not in SWINV2_MOE_TEST_DATA",
     ),
 ]
 
@@ -51,35 +48,16 @@ def _first_classes(tar: Path, folder: Path) -> Path:
 
 
 def test_the_whole_chain_and_again(small_tars, tmp_path):
-    command = [
-        sys.executable,
-        "tools/workflow.py",
-        "--pretrain",
-        small_tars[0],
-        "--transfer",
-        small_tars[1],
-    ]
-    command += ["--output", tmp_path / "out", "--epochs", "2", "--finetune-epochs", "3"]
-    command += [
-        "--opts",
-        "DATA.BATCH_SIZE",
-        "32",
-        "TRAIN.MAX_STEPS",
-        "3",
-        "DEVICE",
-        "cpu",
-        "DATA.NUM_WORKERS",
-        "0",
-    ]
+    words = ["tools/workflow.py", "--pretrain", small_tars[0], "--transfer", small_tars[1]]
+    words += ["--output", tmp_path / "out", "--epochs", 2, "--finetune-epochs", 3]
+    keys = "--opts DATA.BATCH_SIZE 32 TRAIN.MAX_STEPS 3 DEVICE cpu DATA.NUM_WORKERS 0"
+    command = [sys.executable, *map(str, words), *keys.split()]
     tables = []
     for _ in range(2):
-        done = subprocess.run(
-            [str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        tables.append(
-            [line for line in done.stdout.splitlines() if "top-1," in line or "shot, " in line]
-        )
+        lines = done.stdout.splitlines()
+        tables.append([line for line in lines if "top-1," in line or "shot, " in line])
     assert len(tables[0]) == 3
     assert tables[0] == tables[1]  # nothing was trained again
     for name in ("8expert", "dense"):

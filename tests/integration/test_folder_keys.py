@@ -1,6 +1,10 @@
-"""DATA.CHECK_FILES: images that cannot be read are listed before the first step."""
+"""DATA.CHECK_FILES and DATA.VAL_SPLIT: unreadable images are listed before the first step, and
+images are held out for validation, in a run and in its evaluation."""
+
+import shutil
 
 import pytest
+from tool_cases import assert_one_line, command
 
 
 @pytest.fixture
@@ -52,3 +56,32 @@ def test_ranks_share_the_check(start_ranks, arguments):
     assert [outcome.status for outcome in outcomes] == [0, 0]
     assert "warning: 3 of 64 images cannot be read:" in outcomes[0].out
     assert "cannot be read:" not in outcomes[1].out
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capsys):
+    """`evaluate(*arguments)`: tools/evaluate.py in this process."""
+    return command("evaluate", monkeypatch, capsys)
+
+
+def test_a_run_that_holds_out_images(train_command, evaluate, make_photographs, small, tmp_path):
+    """Its evaluation uses the same images; other data is evaluated as it is."""
+    data = make_photographs()
+    others = make_photographs()
+    shutil.rmtree(data / "val")
+    words = ["--cfg", "configs/quickstart_digits.yaml", "--data", data]
+    words += ["--output", tmp_path / "run"]
+    keys = [*small, "DATA.DATASET", "folder", "DATA.VAL_SPLIT", "0.25", "TRAIN.MAX_STEPS", "1"]
+    finished = train_command(*words, "--opts", *keys)
+    assert (finished.status, finished.err) == (0, "")
+    line = f"DATA.VAL_SPLIT 0.25: 12 of the 48 images of {data}/train are held out for validation"
+    assert line in finished.out.splitlines()
+    assert "36 + 12 images" in finished.out
+    finished = evaluate("--resume", tmp_path / "run")
+    assert finished.status == 0
+    assert line in finished.out.splitlines()
+    finished = evaluate("--resume", tmp_path / "run", "--data", others)
+    assert finished.status == 0
+    assert "DATA.VAL_SPLIT" not in finished.out
+    finished = evaluate("--resume", tmp_path / "run", "--data", data)
+    assert_one_line(finished, "it has no val/ folder; found: train; DATA.VAL_SPLIT 0.1 would")
