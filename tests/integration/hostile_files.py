@@ -76,10 +76,6 @@ def zero_block(position: float) -> Change:
     return f"512 bytes zero at {position:.4f}", change
 
 
-def append(size: int) -> Change:
-    return f"{size} bytes more", lambda file: file.write_bytes(file.read_bytes() + os.urandom(size))
-
-
 def replace_by(content: bytes, name: str) -> Change:
     return f"replaced by {name}", lambda file: file.write_bytes(content)
 
@@ -293,13 +289,6 @@ class Runs:
         return os.system, ("touch /tmp/a-pickle-ran",)
 
 
-def _data_record(edit: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
-    def change(record: str, content: bytes) -> bytes:
-        return edit(content) if "/data/" in record else content
-
-    return change
-
-
 def _first_records(count: int, new: bytes) -> Callable[[str, bytes], bytes]:
     """The first data records replaced: compressing all of them would take minutes."""
     names = tuple(f"/data/{number}" for number in range(count))
@@ -312,30 +301,43 @@ def _with_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _data_record(edit: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    def change(record: str, content: bytes) -> bytes:
+        return edit(content) if "/data/" in record else content
+
+    return change
+
+
+def _without(part: str) -> Callable[[str, bytes], bytes | None]:
+    return lambda record, content: None if part in record else content
+
+
+def _program(record: str, content: bytes) -> bytes:
+    return pickle.dumps(Runs()) if record.endswith(".pkl") else content
+
+
 def pth_changes() -> list[Change]:
     """Those that a random damage would hardly find."""
+
+    def same(record: str, content: bytes) -> bytes:
+        return content
+
+    half, none = _data_record(lambda data: data[: len(data) // 2]), _data_record(lambda data: b"")
+    longer = _data_record(lambda data: data + b"\0" * 64)
+    bomb = _first_records(3, b"\0" * (1 << 29))
+    huge = _one(lambda t: torch.zeros(1).expand(1 << 31))
+    old = {"_use_new_zipfile_serialization": False}
     return [
-        rewrite_zip(lambda record, content: content, "records compressed", zipfile.ZIP_DEFLATED),
-        rewrite_zip(
-            lambda record, content: content, "records compressed by LZMA", zipfile.ZIP_LZMA
-        ),
-        rewrite_zip(
-            _data_record(lambda content: content[: len(content) // 2]), "records of half the length"
-        ),
-        rewrite_zip(_data_record(lambda content: b""), "records of no length"),
-        rewrite_zip(
-            _data_record(lambda content: content + b"\0" * 64), "records that are too long"
-        ),
-        rewrite_zip(_first_records(3, b"\0" * (1 << 29)), "a zip bomb", zipfile.ZIP_DEFLATED),
-        rewrite_zip(lambda record, content: None if "/data/" in record else content, "no records"),
-        rewrite_zip(
-            lambda record, content: None if record.endswith("data.pkl") else content, "no pickle"
-        ),
-        rewrite_zip(
-            lambda record, content: pickle.dumps(Runs()) if record.endswith(".pkl") else content,
-            "a program",
-        ),
-        rewrite_pth(_one(lambda t: torch.zeros(1).expand(1 << 31)), "a tensor of 8 GB in 4 bytes"),
+        rewrite_zip(same, "records compressed", zipfile.ZIP_DEFLATED),
+        rewrite_zip(same, "records compressed by LZMA", zipfile.ZIP_LZMA),
+        rewrite_zip(half, "records of half the length"),
+        rewrite_zip(none, "records of no length"),
+        rewrite_zip(longer, "records that are too long"),
+        rewrite_zip(bomb, "a zip bomb", zipfile.ZIP_DEFLATED),
+        rewrite_zip(_without("/data/"), "no records"),
+        rewrite_zip(_without("data.pkl"), "no pickle"),
+        rewrite_zip(_program, "a program"),
+        rewrite_pth(huge, "a tensor of 8 GB in 4 bytes"),
         rewrite_pth(_one(lambda t: t.int()), "integers"),
         rewrite_pth(_one(lambda t: t.to(torch.complex64)), "complex numbers"),
         rewrite_pth(_one(lambda t: t.bool()), "booleans"),
@@ -348,21 +350,16 @@ def pth_changes() -> list[Change]:
         rewrite_pth(lambda content: list(content["model"].values()), "a list"),
         rewrite_pth(lambda content: {}, "nothing"),
         rewrite_pth(lambda content: {"model": {}}, "an empty model"),
-        rewrite_pth(
-            lambda content: {"model": dict(enumerate(content["model"].values()))},
-            "numbers as names",
-        ),
-        rewrite_pth(
-            lambda content: content, "as before torch 1.6", _use_new_zipfile_serialization=False
-        ),
-        rewrite_pth(
-            _one(lambda t: torch.zeros(1).expand(1 << 31)),
-            "8 GB before 1.6",
-            _use_new_zipfile_serialization=False,
-        ),
+        rewrite_pth(_numbered, "numbers as names"),
+        rewrite_pth(lambda content: content, "as before torch 1.6", **old),
+        rewrite_pth(huge, "8 GB before 1.6", **old),
         replace_by(pickle.dumps({"model": 1}), "a plain pickle"),
         replace_by(pickle.dumps(Runs()), "a pickle that runs a program"),
-        replace_by(b"PK\x03\x04" + os.urandom(1000), "half a zip"),
+        replace_by(b"PK\x03\x04" + bytes(range(256)), "half a zip"),
         replace_by(b"\x80\x02" + b"(" * 100_000, "a deep pickle"),
         replace_by(b"<html>404</html>", "a web page"),
     ]
+
+
+def _numbered(content: dict) -> dict:
+    return {"model": dict(enumerate(content["model"].values()))}
