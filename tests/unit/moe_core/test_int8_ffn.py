@@ -102,6 +102,18 @@ def test_integers_are_exact(kernels):
     assert bool((difference <= 0.501 * step + 1e-6 * hidden.abs()).all())
 
 
+def test_the_range_of_a_row_is_that_of_its_numbers(kernels):
+    """Not that of what pads it to a block: each step would be 101 / 255."""
+    rows = 100 + torch.rand(5, 20)
+    w1 = torch.zeros(1, 8, 20)
+    w1[0, :, 0], w1[0, :, 1] = 1, -1
+    weights = ExpertWeights(w1, None, torch.eye(8, 20)[None], None)
+    out = by_int8(rows, weights, torch.tensor([5], dtype=torch.int32), "relu", kernels)
+    expected = (rows[:, :1] - rows[:, 1:2]).relu().expand(5, 8)
+    # half a step of each of two numbers, and one of the hidden layer
+    torch.testing.assert_close(out[:, :8], expected, rtol=0, atol=2 / 255)
+
+
 def by_int8(rows, weights, offsets, activation: str, kernels: str) -> torch.Tensor:
     quantized = quantize_weights(weights, rows.dtype, activation, kernels)
     return int8_ffn(rows, quantized, offsets, activation, kernels)
