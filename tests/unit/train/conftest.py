@@ -1,13 +1,17 @@
-"""Runs of a few seconds: the digits, a model of three blocks (two with experts), five steps of 256
+"""Runs of a second: 160 + 40 digits, a model of three blocks (two with experts), five steps of 32
 images an epoch."""
 
 import json
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import sklearn.datasets
 import torch
+from run_cases import saver_of
 from yacs.config import CfgNode
 
 from swinv2_moe.config import all_sections, load_config
@@ -15,21 +19,29 @@ from swinv2_moe.data import build_data
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import Saver, save_policy
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 SMALL = {
     "MODEL.SWINV2.EMBED_DIM": 16,
     "MODEL.SWINV2.DEPTHS": [1, 1, 1],
     "MODEL.MOE.BLOCKS": [[], [0], [0]],
-}
-SMALL |= {
     "MODEL.MOE.NUM_EXPERTS": 4,
-    "DATA.BATCH_SIZE": 256,
+    "DATA.BATCH_SIZE": 32,
     "TRAIN.EPOCHS": 2,
     "TRAIN.WARMUP_EPOCHS": 1,
+    "PRINT_FREQ": 1,
+    "DEVICE": "cpu",
 }
-SMALL |= {"PRINT_FREQ": 1, "DEVICE": "cpu"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_digits():
+    """The first 200 digits in place of all 1,797."""
+    pixels, targets = sklearn.datasets.load_digits(return_X_y=True)
+    few = Mock(return_value=(pixels[:200], targets[:200]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sklearn.datasets, "load_digits", few)
+        yield
 
 
 def _config(output: Path, keys: dict[str, object] | None = None) -> CfgNode:
@@ -63,7 +75,7 @@ def save() -> Callable[..., Path]:
     checkpoint."""
 
     def run(trainer: Trainer, root: Path, **how) -> Path:
-        saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
+        saver = saver_of(trainer, root)
         trainer.save(saver, **how)
         saver.close()
         return root / f"step-{trainer.progress.step:08d}"
@@ -95,3 +107,11 @@ def read_metrics() -> Callable[[Path], tuple[list[dict], list[dict]]]:
         ]
 
     return read
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """Time that passes when the test says so: `clock.append(seconds)`."""
+    passed: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(passed, 100.0))
+    return passed

@@ -26,29 +26,24 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """The digits as shards of some 60 images."""
+    """200 digits as shards of some 20 images."""
     digits = load_sources(data_config(load_config(ROOT / "configs/quickstart_digits.yaml")))
     root = tmp_path_factory.mktemp("made") / "shards"
     parts = []
-    for source, count in ((digits.train, 640), (digits.val, 128)):
-        parts.append(ImageArrays("digits", source.images[:count], source.targets[:count]))
+    for source in (digits.train, digits.val):
+        parts.append(ImageArrays("digits", source.images, source.targets))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
         sources = Sources(parts[0], parts[1], digits.class_names)
-        make_shards(sources, str(root), Options(shard_mb=0.1), 1)
+        make_shards(sources, str(root), Options(shard_mb=0.03), 1)
     assert len(list(root.rglob("train/*.tar"))) > 5
     return root
 
 
 def keys_for(made: Path, **more) -> dict:
-    keys = {
-        "DATA.DATASET": "shards",
-        "DATA.PATH": str(made),
-        "DATA.SHARD_STREAMS": 2,
-        "DATA.BATCH_SIZE": 32,
-        "TRAIN.WARMUP_EPOCHS": 0,
-        "TELEMETRY_SECONDS": 0,
-    }
+    keys = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
+    keys |= {"DATA.BATCH_SIZE": 16, "TRAIN.EPOCHS": 1}
+    keys |= {"TRAIN.WARMUP_EPOCHS": 0, "TELEMETRY_SECONDS": 0}
     return keys | more
 
 

@@ -2,6 +2,7 @@
 number of ranks."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
+from run_cases import ALONE
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_cases import QUICKSTART, SMALL
@@ -23,7 +25,12 @@ from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.evaluation import Predictions, evaluate, predict
 
-ALONE = World(0, 1, torch.device("cpu"))
+
+@pytest.fixture(autouse=True, scope="module")
+def few_digits():
+    """All of them: the processes of the ranks have all."""
+
+
 # Images and batch size: neither 2 nor 3 ranks divide the first two, and of two images the third
 # rank has none.
 SIZES = [(43, 7), (25, 8), (2, 5)]
@@ -46,16 +53,10 @@ def small_config(*opts: str) -> CfgNode:
 def make_loader(
     config: CfgNode, size: int, batch: int, rank: int = 0, ranks: int = 1, shuffle: bool = False
 ) -> DataLoader:
-    val, config = load_sources(data_config(config)).val, config.clone()
-    config.defrost()
-    config.DATA.BATCH_SIZE = batch
-    return evaluation_loader(
-        data_config(config),
-        FirstDigits(val.label, val.images[:size], val.targets[:size]),
-        rank,
-        ranks,
-        shuffle,
-    )
+    section = replace(data_config(config), batch_size=batch)
+    val = load_sources(section).val
+    source = FirstDigits(val.label, val.images[:size], val.targets[:size])
+    return evaluation_loader(section, source, rank, ranks, shuffle)
 
 
 def make_model(config: CfgNode, world: World = ALONE) -> nn.Module:

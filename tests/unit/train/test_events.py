@@ -11,21 +11,20 @@ import pytest
 import torch
 import yaml
 from mlperf_logging.mllog import constants
+from run_cases import ALONE, saver_of
 
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import timing, train
+from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import EventLog, read_staging
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.phase_times import PHASES, PhaseTimes, accounted_share
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.saver import Saver, save_policy
 from swinv2_moe.train.timing import Batches, TimeToTarget
 
 RULES = "hpc_3.0.0/common.yaml"  # of the checker
-ALONE = World(0, 1, torch.device("cpu"))
 STAGED = {"started": 1_700_000_000.5, "seconds": 12.5, "bytes": 5_000_000_000}
 BEFORE = [
     "staging_start",
@@ -53,20 +52,13 @@ def runs(tmp_path_factory, make_config):
     summaries."""
     root = tmp_path_factory.mktemp("runs")
     (root / "staging.json").write_text(json.dumps(STAGED))
-    keys = {
-        "EVENT_LOG": True,
-        "SEED": 3,
-        "DATA.PATH": root,
-        "TRAIN.TARGET_TOP1": 0.1,
-        "DATA.BATCH_SIZE": 512,
-    }
+    keys = {"EVENT_LOG": True, "SEED": 3, "DATA.PATH": root, "DATA.BATCH_SIZE": 64}
+    keys["TRAIN.TARGET_TOP1"] = 0.1
     config = make_config(root / "a", keys)
     with pytest.MonkeyPatch.context() as patch:
         train_step = Trainer.train_step
         patch.setattr(
-            Trainer,
-            "train_step",
-            lambda self, batches: train_step(self, stop_in_epoch(2, self, batches)),
+            Trainer, "train_step", lambda self, batches: train_step(self, stop(self, batches))
         )
         train(config)
     assert not (root / "a" / "summary.json").exists()
@@ -74,58 +66,49 @@ def runs(tmp_path_factory, make_config):
     return root, train(other), train(config, "auto")
 
 
-def stop_in_epoch(epoch, trainer, batches):
-    if trainer.progress.epoch + 1 == epoch:
+def stop(trainer, batches):
+    """A signal in the second epoch."""
+    if trainer.progress.epoch == 1:
         trainer.stop.received = "SIGTERM"
     return batches
 
 
 def test_events_in_their_order(runs):
     root, *_ = runs
-    parts = [
-        [*BEFORE, *EPOCH, *EPOCH[:2], "run_stop"],
-        [*BEFORE, *EPOCH, "run_stop", "tracked_stats"],
-    ]
-    assert [event["key"] for event in events(root / "a")] == [*parts[0], *parts[1]]
+    first = [*BEFORE, *EPOCH, *EPOCH[:2], "run_stop"]
+    second = [*BEFORE, *EPOCH, "run_stop", "tracked_stats"]
+    assert [event["key"] for event in events(root / "a")] == [*first, *second]
     assert [event["key"] for event in events(root / "b")] == [*BEFORE, *EPOCH, "run_stop"]
     for event in events(root / "a"):
         assert event["key"] in [*vars(constants).values(), "tracked_stats"]
-        kind = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}.get(
-            event["key"].split("_")[-1], "POINT_IN_TIME"
-        )
-        assert event["event_type"] == kind
+        ending = event["key"].split("_")[-1]
+        kinds = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}
+        assert event["event_type"] == kinds.get(ending, "POINT_IN_TIME")
         assert ("epoch_num" in event["metadata"]) == (event["key"] in EPOCH)
-    times = [
-        event["time_ms"] for event in events(root / "a") if not event["key"].startswith("staging")
-    ]
+    found = [event for event in events(root / "a") if not event["key"].startswith("staging")]
+    times = [event["time_ms"] / 1000 for event in found]
     assert times == sorted(times)
-    assert abs(times[-1] / 1000 - time.time()) < 600
+    assert (root / "staging.json").stat().st_mtime < times[0] < times[-1] < time.time()
 
 
 def test_what_the_events_say(runs):
     root, *_ = runs
     found = events(root / "a")
-    values = {
-        event["key"]: event["value"] for event in found if event["event_type"] == "POINT_IN_TIME"
-    }
+    points = [event for event in found if event["event_type"] == "POINT_IN_TIME"]
+    values = {event["key"]: event["value"] for event in points}
     accuracy = values.pop("eval_accuracy")
     assert 0 < accuracy < 1
     stats = values.pop("tracked_stats")
     assert stats["phases"]["staging"] == STAGED["seconds"]
     assert stats["time_to_solution"] == pytest.approx(sum(stats["phases"].values()))
     assert values.pop("cache_clear") is False
-    samples = {"train_samples": 1437, "eval_samples": 360}
-    assert values == samples | {
-        "seed": 3,
-        "global_batch_size": 512,
-        "opt_base_learning_rate": pytest.approx(1.6e-2),
-    }
+    assert values.pop("opt_base_learning_rate") == pytest.approx(2e-3)
+    samples = {"train_samples": 160, "eval_samples": 40}
+    assert values == samples | {"seed": 3, "global_batch_size": 64}
     epochs = [event["metadata"]["epoch_num"] for event in found if event["key"] in EPOCH]
     assert epochs == [1] * 5 + [2] * 7
-    assert [event["metadata"]["status"] for event in found if event["key"] == "run_stop"] == [
-        "success",
-        "success",
-    ]
+    ends = [event["metadata"]["status"] for event in found if event["key"] == "run_stop"]
+    assert ends == ["success", "success"]
     assert events(root / "b")[-1]["metadata"]["status"] == "aborted"  # its target was not reached
     start, stop = found[:2]
     assert (start["time_ms"], stop["time_ms"]) == (1_700_000_000_500, 1_700_000_013_000)
@@ -136,18 +119,14 @@ def test_the_summary(runs):
     root, missed, summary = runs
     assert json.loads((root / "a" / "summary.json").read_text()) == summary
     assert (summary["target_top1"], summary["target_epoch"], summary["target_step"]) == (0.1, 1, 2)
-    at = {
-        (event["key"], event["metadata"].get("epoch_num")): event["time_ms"] / 1000
-        for event in events(root / "a")[:17]
-    }
+    at = {}
+    for event in events(root / "a")[:17]:
+        at[event["key"], event["metadata"].get("epoch_num")] = event["time_ms"] / 1000
     least = at["eval_stop", 1] - at["epoch_start", 1]  # all in the part before
     most = at["epoch_start", 2] - at["run_start", None]
     assert least - 0.01 <= summary["seconds_to_target"] <= most + 0.01
-    assert (missed["target_top1"], missed["seconds_to_target"], missed["target_epoch"]) == (
-        100,
-        None,
-        None,
-    )
+    assert missed["target_top1"] == 100
+    assert missed["seconds_to_target"] is missed["target_epoch"] is None
     assert (summary["staging_seconds"], summary["staging_bytes_per_second"]) == (12.5, 4e8)
     assert 0 < summary["data_wait_share"] < 1
 
@@ -186,7 +165,7 @@ def test_mlcommons_own_checker_accepts_the_log(runs, tmp_path, capsys):
 def test_a_finished_run_has_no_more_events(runs, make_config, capsys):
     root, *_ = runs
     before = (root / "b" / "events.log").read_text()
-    keys = {"EVENT_LOG": True, "DATA.PATH": root, "DATA.BATCH_SIZE": 512, "TRAIN.MAX_STEPS": 1}
+    keys = {"EVENT_LOG": True, "DATA.PATH": root, "DATA.BATCH_SIZE": 64, "TRAIN.MAX_STEPS": 1}
     again = train(make_config(root / "b", keys | {"TRAIN.TARGET_TOP1": 0.1}), "auto")
     assert (root / "b" / "events.log").read_text() == before
     assert again["target_step"] == 1  # the other target of before hides nothing
@@ -204,15 +183,12 @@ def test_without_the_package(tmp_path, make_config, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_only_the_main_rank_writes(tmp_path):
-    recorder = Recorder(tmp_path, World(1, 2, torch.device("cpu")), 0, event_log=True)
+def test_only_the_main_rank_writes_and_only_if_asked_to(tmp_path):
+    recorder = Recorder(tmp_path / "a", World(1, 2, torch.device("cpu")), 0, event_log=True)
     with recorder.interval("epoch", epoch_num=1):
         recorder.event("seed", 1)
     recorder.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_no_log_unless_asked_for(tmp_path):
+    assert not list(tmp_path.rglob("*.*"))
     recorder = Recorder(tmp_path, ALONE, 0)
     recorder.event("seed", 1)
     recorder.close()
@@ -238,40 +214,37 @@ def test_a_full_disk_costs_events_and_not_the_run(small_disk, capsys):
             pass
     recorder.close()
     said = capsys.readouterr()
-    assert [
-        line for line in said.out.splitlines() if "may be lost" in line
-    ] == said.out.splitlines()
+    assert all("may be lost" in line for line in said.out.splitlines())
     assert said.out.count("No space left on device") == 1
     assert not said.err
     assert ":::MLLOG" in (small_disk / "run" / "events.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        "\0",
-        '{"started": 1, "seconds": 2}',
-        '{"started": 1, "seconds": -2, "bytes": 3}',
-    ]
-    + [
-        '{"started": NaN, "seconds": 2, "bytes": 3}',
-        '{"started": 1, "seconds": 2, "bytes": Infinity}',
-    ]
-    + ["[" * 100_000, "1" * 5000, " " * 5000 + json.dumps(STAGED)],
-)
-def test_a_staging_record_that_cannot_be_read(text, tmp_path):
-    (tmp_path / "staging.json").write_text(text)
-    with pytest.raises(UserError, match=r"staging.json is not what data/stage.py writes"):
-        read_staging(str(tmp_path))
+NO_RECORDS = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "\0",
+    '{"started": 1, "seconds": 2}',
+    '{"started": 1, "seconds": -2, "bytes": 3}',
+    '{"started": NaN, "seconds": 2, "bytes": 3}',
+    '{"started": 1, "seconds": 2, "bytes": Infinity}',
+    "[" * 100_000,
+    "1" * 5000,
+    " " * 5000 + json.dumps(STAGED),
+]
 
 
-@pytest.mark.timeout(20)
-def test_a_staging_record_that_is_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "staging.json")
+@pytest.mark.timeout(300)
+def test_a_staging_record_that_cannot_be_read(tmp_path):
+    record = tmp_path / "staging.json"
+    for text in NO_RECORDS:
+        record.write_text(text)
+        with pytest.raises(UserError, match=r"staging.json is not what data/stage.py writes"):
+            read_staging(str(tmp_path))
+    record.unlink()
+    os.mkfifo(record)
     with pytest.raises(UserError, match="not a regular file"):
         read_staging(str(tmp_path))
 
@@ -280,14 +253,6 @@ def test_staging_that_took_no_time_has_no_rate(tmp_path):
     (tmp_path / "staging.json").write_text(json.dumps(STAGED | {"seconds": 0}))
     assert read_staging(str(tmp_path)).rate is None
     assert read_staging("") is read_staging(str(tmp_path / "elsewhere")) is None
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes when the test says so: `clock.append(seconds)`."""
-    passed: list[float] = []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: sum(passed, 100.0))
-    return passed
 
 
 def test_time_to_target(clock):
@@ -369,13 +334,10 @@ def test_a_slow_disk_shows(make_trainer, tmp_path, monkeypatch, read_metrics):
 
     monkeypatch.setattr(ImageDataset, "__getitems__", read_slowly)
     monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000 * len(readings))
-    recorder, saver = (
-        Recorder(tmp_path / "run", ALONE, 0),
-        Saver(tmp_path / "checkpoints", ALONE, save_policy(trainer.config.checkpoint)),
-    )
-    trainer.fit(recorder, saver)
+    recorder = Recorder(tmp_path / "run", ALONE, 0)
+    trainer.fit(recorder, saver_of(trainer, tmp_path / "checkpoints"))
     recorder.close()
     (step,), _ = read_metrics(tmp_path / "run")
-    assert readings == [256]
+    assert readings == [32]
     assert 0.3 < trainer.data_wait_share() < 1
     assert 0.3 < step["data_wait"] < 1

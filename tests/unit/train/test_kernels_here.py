@@ -4,12 +4,12 @@ import platform
 from dataclasses import replace
 
 import pytest
-import torch
+from run_cases import ALONE
 
 from moe_core import MoEConfig
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.distributed import World, expert_group
+from swinv2_moe.train.distributed import expert_group
 
 # of another kind of machine than this one
 ELSEWHERE = "avx2" if platform.machine() == "aarch64" else "neon"
@@ -23,25 +23,18 @@ def experts_with(kernels: str):
     return replace(experts, layer=layer)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "says"),
-    [
-        ("triton", r"kernels \('triton'\) cannot run on device type 'cpu'"),
-        (ELSEWHERE, rf"kernels \('{ELSEWHERE}'\) cannot run here: this CPU lacks the instructions"),
-    ],
-)
-def test_what_cannot_run_is_one_line(kernels, says, monkeypatch):
+def test_what_cannot_run_is_one_line(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    alone = World(0, 1, torch.device("cpu"))
-    with pytest.raises(UserError, match=says):
-        expert_group(experts_with(kernels), alone)
+    here = rf"kernels \('{ELSEWHERE}'\) cannot run here: this CPU lacks the instructions"
+    for kernels, says in (
+        ("triton", r"kernels \('triton'\) cannot run on device type 'cpu'"),
+        (ELSEWHERE, here),
+    ):
+        with pytest.raises(UserError, match=says):
+            expert_group(experts_with(kernels), ALONE)
+    assert expert_group(experts_with("torch"), ALONE) is None
 
 
 def test_a_dense_model_has_no_kernels():
     config = load_config(None, ["MODEL.MOE.NUM_EXPERTS", 0, "MODEL.MOE.KERNELS", "triton"])
-    alone = World(0, 1, torch.device("cpu"))
-    assert expert_group(model_config(config).experts, alone) is None
-
-
-def test_kernels_that_run():
-    assert expert_group(experts_with("torch"), World(0, 1, torch.device("cpu"))) is None
+    assert expert_group(model_config(config).experts, ALONE) is None

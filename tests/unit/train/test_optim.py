@@ -6,6 +6,7 @@ import torch
 from moe_core.ops.native import instruction_sets
 from swinv2_moe.config import all_sections, train_config
 from swinv2_moe.data import Batch
+from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
 from swinv2_moe.train.autocast import without_slow_amp
 from swinv2_moe.train.checkpoint import open_checkpoint
@@ -17,27 +18,27 @@ PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.D
 PLAIN |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0}
 
 
+def options_of(step, *names):
+    """{parameter: (option, ...)} of the optimizer."""
+    parameters = {parameter: name for name, parameter in step.model.named_parameters()}
+    found = {}
+    for group in step.optimizer.param_groups:
+        for parameter in group["params"]:
+            found[parameters[parameter]] = tuple(group[name] for name in names)
+    return found
+
+
+EXEMPT = ("bias", "norm", "cpb_mlp", "logit_scale", "experts.b", "temperature", "sim_matrix")
+EXEMPT += ("projector",)
+
+
 def test_weight_decay_groups(make_trainer):
-    trainer = make_trainer({"MODEL.MOE.ROUTER": "cosine"})
-    decay = {
-        id(p): group["weight_decay"]
-        for group in trainer.step.optimizer.param_groups
-        for p in group["params"]
-    }
-    exempt = (
-        "bias",
-        "norm",
-        "cpb_mlp",
-        "logit_scale",
-        "experts.b",
-        "temperature",
-        "sim_matrix",
-        "projector",
-    )
-    assert len(decay) == len(list(trainer.step.model.parameters()))
-    assert len(trainer.step.optimizer.param_groups) == 2  # with and without weight decay
-    for name, parameter in trainer.step.model.named_parameters():
-        assert decay[id(parameter)] == (0.0 if any(part in name for part in exempt) else 0.05), name
+    step = make_trainer({"MODEL.MOE.ROUTER": "cosine"}).step
+    decay = options_of(step, "weight_decay")
+    assert len(decay) == len(list(step.model.parameters()))
+    assert len(step.optimizer.param_groups) == 2  # with and without weight decay
+    for name, (found,) in decay.items():
+        assert found == (0.0 if any(part in name for part in EXEMPT) else 0.05), name
 
 
 @pytest.mark.parametrize("weight_decay", [0.05, 0.0])
@@ -47,12 +48,7 @@ def test_weight_decay_of_experts(make_trainer, weight_decay):
     options = {}
     for decay in (-1.0, 0.2):
         step = make_trainer(keys | {"TRAIN.EXPERT_WEIGHT_DECAY": decay}).step
-        names = {parameter: name for name, parameter in step.model.named_parameters()}
-        options[decay] = {
-            names[parameter]: (group["lr_scale"], group["weight_decay"])
-            for group in step.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        options[decay] = options_of(step, "lr_scale", "weight_decay")
     assert options[-1.0].keys() == options[0.2].keys()
     changed = 0
     for name, (lr_scale, decay) in options[-1.0].items():
@@ -65,16 +61,9 @@ def test_weight_decay_of_experts(make_trainer, weight_decay):
 
 
 def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
-    keys = {
-        "TRAIN.EPOCHS": 6,
-        "TRAIN.WARMUP_EPOCHS": 2,
-        "TRAIN.BASE_LR": 4e-3,
-        "TRAIN.WARMUP_LR": 4e-5,
-    }
-    config = make_config(
-        tmp_path, keys | {"TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5, "DATA.BATCH_SIZE": 128}
-    )
-    config = train_config(config)
+    keys = {"TRAIN.EPOCHS": 6, "TRAIN.WARMUP_EPOCHS": 2, "TRAIN.BASE_LR": 4e-3}
+    keys |= {"TRAIN.WARMUP_LR": 4e-5, "TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5}
+    config = train_config(make_config(tmp_path, keys | {"DATA.BATCH_SIZE": 128}))
     rate = scaled_learning_rate(config, config.base_lr, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
     optimizer = build_optimizer(config, make_trainer().step.model, rate)
@@ -83,9 +72,8 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     def rates(step=None):
         if step is not None:
             schedule.step_update(step)
-        return max(g["lr"] for g in optimizer.param_groups), min(
-            g["lr"] for g in optimizer.param_groups
-        )
+        found = [group["lr"] for group in optimizer.param_groups]
+        return max(found), min(found)
 
     assert rates()[0] == pytest.approx(2e-5)  # before the first step
     expected = {0: 2e-5, 10: (2e-5 + 2e-3) / 2, 20: 2e-3, 40: (2e-3 + 2e-4) / 2, 60: 2e-4, 75: 2e-4}
@@ -99,7 +87,7 @@ def test_accumulating_half_batches_is_the_full_batch(make_config, tmp_path, read
     losses = []
     for name, keys in (
         ("full", {}),
-        ("half", {"DATA.BATCH_SIZE": 128, "TRAIN.ACCUMULATION_STEPS": 2}),
+        ("half", {"DATA.BATCH_SIZE": 16, "TRAIN.ACCUMULATION_STEPS": 2}),
     ):
         train(make_config(tmp_path / name, PLAIN | {"TRAIN.MAX_STEPS": 4} | keys))
         losses.append([line["loss"] for line in read_metrics(tmp_path / name)[0]])
@@ -108,25 +96,21 @@ def test_accumulating_half_batches_is_the_full_batch(make_config, tmp_path, read
 
 
 def test_accumulation_beyond_an_epoch(make_config, tmp_path):
-    from swinv2_moe.errors import UserError
-
     config = make_config(tmp_path / "run", {"TRAIN.ACCUMULATION_STEPS": 6})
-    with pytest.raises(
-        UserError, match=r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"
-    ):
+    message = r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"
+    with pytest.raises(UserError, match=message):
         train(config)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_average_is_what_is_validated_and_saved(make_trainer, save, tmp_path):
     trainer = make_trainer({"TRAIN.EMA_DECAY": 0.5})
-    for parameter in trainer.step.ema.module.parameters():
-        parameter.data.zero_()
+    averages = list(trainer.step.ema.module.parameters())
+    for average in averages:
+        average.data.zero_()
     trainer.step.ema.update(trainer.step.model)
-    for averaged, parameter in zip(
-        trainer.step.ema.module.parameters(), trainer.step.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(averaged, 0.5 * parameter)
+    for average, parameter in zip(averages, trainer.step.model.parameters(), strict=True):
+        torch.testing.assert_close(average, 0.5 * parameter)
     accuracy = trainer.validate()
     with torch.no_grad():
         for parameter in trainer.step.model.parameters():
@@ -158,9 +142,7 @@ def test_a_slow_average_follows_a_short_run(make_trainer):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics, monkeypatch):
     monkeypatch.setattr(instruction_sets, "cpu_words", frozenset)  # AMP is on on any CPU
-    train(
-        make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.EPOCHS": 2})
-    )
+    train(make_config(tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype}))
     steps, epochs = read_metrics(tmp_path / "run")
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
     assert ("loss_scale" in steps[0]) == (dtype == "float16")
@@ -170,9 +152,8 @@ def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics, monk
 def test_mixed_precision_is_off_on_a_cpu_without_instructions(
     dtype, feature, make_config, tmp_path, monkeypatch, capsys, caplog
 ):
-    config = make_config(
-        tmp_path / "run", {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.MAX_STEPS": 1}
-    )
+    keys = {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.MAX_STEPS": 1}
+    config = make_config(tmp_path / "run", keys)
     words = frozenset({"avx512f", feature})
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
@@ -227,18 +208,13 @@ def test_a_step_after_an_overflow_changes_nothing(make_trainer):
     before = [p.clone() for p in trainer.step.model.parameters()]
     batch = next(iter(trainer.data.train_loader))
     trainer.train_step([batch])
-    assert (trainer.progress.step, trainer.step.scaler.scale, trainer.step.scaler.updates) == (
-        1,
-        2.0**119,
-        0,
-    )
-    assert all(p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True))
-    trainer.step.scaler.scale = 2.0**8
+    scaler = trainer.step.scaler
+    assert (trainer.progress.step, scaler.scale, scaler.updates) == (1, 2.0**119, 0)
+    assert all(map(torch.equal, trainer.step.model.parameters(), before))
+    scaler.scale = 2.0**8
     trainer.train_step([batch])
-    assert trainer.step.scaler.updates == 1
-    assert not all(
-        p.equal(old) for p, old in zip(trainer.step.model.parameters(), before, strict=True)
-    )
+    assert scaler.updates == 1
+    assert not all(map(torch.equal, trainer.step.model.parameters(), before))
 
 
 def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):
@@ -252,19 +228,11 @@ def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):
 @pytest.mark.timeout(1200)
 def test_a_compiled_run_is_the_eager_run(make_config, tmp_path, read_metrics):
     losses = []
-    shallow = {
-        "MODEL.SWINV2.DEPTHS": [1, 1],
-        "MODEL.SWINV2.NUM_HEADS": [2, 2],
-        "MODEL.MOE.BLOCKS": [[], [0]],
-    }
-    shallow |= {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [0, 0], "TRAIN.MAX_STEPS": 2}
+    shallow = {"MODEL.SWINV2.DEPTHS": [1, 1], "MODEL.SWINV2.NUM_HEADS": [2, 2]}
+    shallow |= {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [0, 0], "MODEL.MOE.BLOCKS": [[], [0]]}
+    shallow["TRAIN.MAX_STEPS"] = 2
     for name, compiled in (("eager", False), ("compiled", True)):
         train(make_config(tmp_path / name, PLAIN | shallow | {"COMPILE": compiled}))
-        losses.append(
-            [
-                line[key]
-                for line in read_metrics(tmp_path / name)[0]
-                for key in ("loss", "grad_norm")
-            ]
-        )
+        steps = read_metrics(tmp_path / name)[0]
+        losses.append([line[key] for line in steps for key in ("loss", "grad_norm")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -11,14 +11,6 @@ from swinv2_moe.train import phase_times
 from swinv2_moe.train.phase_times import PHASES, PhaseTimes, accounted_share
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes when the test says so: `clock.append(seconds)`."""
-    passed: list[float] = []
-    monkeypatch.setattr(phase_times.time, "perf_counter", lambda: sum(passed, 100.0))
-    return passed
-
-
 def test_a_phase_inside_another_interrupts_it(clock):
     times = PhaseTimes()
     clock.append(3)

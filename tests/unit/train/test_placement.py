@@ -60,20 +60,18 @@ def test_ranks_without_a_gpu_share_the_nodes(rank, size, cpus, machine, monkeypa
         assert machine.bound == [cpus]
 
 
+TWO = {"nodes": ["0-3", "4-7"]}
+
+
 @pytest.mark.parametrize(
     ("bind", "device", "tree", "reason"),
     [
-        ("none", CUDA, {"nodes": ["0-3", "4-7"], "gpu_node": 0}, "--bind none"),
-        ("auto", CPU, {"nodes": ["0-3", "4-7"]}, "one rank without a GPU"),
-        (
-            "auto",
-            CUDA,
-            {"nodes": ["0-3", "4-7"], "allowed": range(2), "gpu_node": 0},
-            "the scheduler allows 2 of 8 CPUs",
-        ),
-        ("auto", CUDA, {"nodes": ["0-3", "4-7"], "gpu_node": -1}, f"node of GPU {GPU} is -1"),
-        ("auto", CUDA, {"nodes": ["0-3", "4-7"], "gpu_node": "x"}, f"of GPU {GPU} is not known"),
-        ("auto", CUDA, {"nodes": ["0-3", "4-7"]}, f"of GPU {GPU} is not known"),
+        ("none", CUDA, TWO | {"gpu_node": 0}, "--bind none"),
+        ("auto", CPU, TWO, "one rank without a GPU"),
+        ("auto", CUDA, TWO | {"allowed": range(2), "gpu_node": 0}, "scheduler allows 2 of 8 CPUs"),
+        ("auto", CUDA, TWO | {"gpu_node": -1}, f"node of GPU {GPU} is -1"),
+        ("auto", CUDA, TWO | {"gpu_node": "x"}, f"of GPU {GPU} is not known"),
+        ("auto", CUDA, TWO, f"of GPU {GPU} is not known"),
     ],
 )
 def test_where_a_rank_is_not_bound(bind, device, tree, reason, machine):

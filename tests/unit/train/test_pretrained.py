@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import trainer_cases
+from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from swinv2_moe.config import default_config, given_keys
@@ -61,17 +62,14 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     with pytest.raises(UserError, match=refusal):
         load(source, dense, "abcd")
     found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes="abcd")
-    assert all(
-        torch.equal(found[name], own[name] if name in HEAD else before[name]) for name in found
-    )
+    assert_same(found, before | own)
     (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
-    found, _ = load(source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd")
+    mapped = dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}
+    found, _ = load(source, mapped, classes="abcd")
     assert found["head.fc.bias"].tolist() == [7.0, 1.0, 1.0, 0.0]
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][[7, 1, 1, 0]])
     (tmp_path / "map.txt").write_text("7\n-1\n1\n0\n")
-    found, own = load(
-        source, dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd"
-    )
+    found, own = load(source, mapped, classes="abcd")
     assert torch.equal(found["head.fc.weight"][1], own["head.fc.weight"][1])
     assert torch.equal(found["head.fc.weight"][[0, 2, 3]], before["head.fc.weight"][[7, 1, 0]])
 
@@ -109,39 +107,37 @@ def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"])
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):
+    _, source = pretrained()
+    file = tmp_path / "map.txt"
+
+    def refused(says: str) -> None:
+        with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
+            load(source, {"MODEL.CLASS_MAP": str(file)}, classes="abcd")
+
+    refused(r"cannot be read .*No such file")
+    for text, says in (
         ("1 2 3", "3 lines up to class 3, the model has 4 classes"),
         ("1 2 3 10", "4 lines up to class 10, .* have 10"),
         ("1 2 x 4", "line 3: 'x' is not"),
         ("1 2 -3 4", "line 3: '-3' is not"),
-        (None, r"cannot be read .*No such file"),
         ("1 2 3 " + "4" * 5000, r"line 4: '444\d+\.\.\. is not"),
-        ("pipe", r"cannot be read .*not a regular file"),
-    ],
-)
-def test_class_maps_that_do_not_fit(text, says, pretrained, load, tmp_path):
-    _, source = pretrained()
-    if text == "pipe":
-        os.mkfifo(tmp_path / "map.txt")
-    elif text is not None:
-        (tmp_path / "map.txt").write_text(text)
-    with pytest.raises(UserError, match=rf"MODEL\.CLASS_MAP .*map\.txt: {says}"):
-        load(source, {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}, classes="abcd")
+    ):
+        file.write_text(text)
+        refused(says)
+    file.unlink()
+    os.mkfifo(file)
+    refused(r"cannot be read .*not a regular file")
 
 
 def test_a_dense_run_upcycled(pretrained, load):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
     found, _ = load(source, {"MODEL.UPCYCLE": True})
     for block in ("layers.1.blocks.0", "layers.2.blocks.0"):
+        experts, ffn = f"{block}.mlp.moe.experts", f"{block}.mlp"
         for e in range(4):
-            assert torch.equal(
-                found[f"{block}.mlp.moe.experts.w1"][e], before[f"{block}.mlp.fc1.weight"]
-            )
-            assert torch.equal(
-                found[f"{block}.mlp.moe.experts.w2"][e], before[f"{block}.mlp.fc2.weight"].t()
-            )
+            assert torch.equal(found[f"{experts}.w1"][e], before[f"{ffn}.fc1.weight"])
+            assert torch.equal(found[f"{experts}.w2"][e], before[f"{ffn}.fc2.weight"].t())
     noisy, _ = load(source, {"MODEL.UPCYCLE": True, "MODEL.UPCYCLE_NOISE": 0.1})
     first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
     std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
@@ -152,18 +148,16 @@ def test_what_is_frozen_must_have_been_trained(pretrained, load):
     _, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
     frozen = {"MODEL.MOE.FREEZE": True}
     for keys in (frozen, frozen | {"MODEL.UPCYCLE": True}):
-        with pytest.raises(
-            UserError, match=r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"
-        ):
+        message = r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"
+        with pytest.raises(UserError, match=message):
             load(source / "model.safetensors", keys)
 
 
 def test_a_run_cannot_be_frozen_on_its_way(pretrained, make_trainer):
     _, source = pretrained()
     trainer = make_trainer({"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True})
-    with pytest.raises(
-        UserError, match=r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"
-    ):
+    message = r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"
+    with pytest.raises(UserError, match=message):
         trainer_cases.resume(trainer, source)
 
 
@@ -176,25 +170,21 @@ def test_experts_cannot_be_upcycled_again(pretrained, load):
 def test_another_window_says_which_one_the_weights_know(pretrained, load):
     before, source = pretrained()
     larger = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 8}
-    with pytest.raises(
-        UserError, match=r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"
-    ):
+    message = r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"
+    with pytest.raises(UserError, match=message):
         load(source, larger)
     found, _ = load(source, larger | {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [4, 4, 2]})
-    assert all(torch.equal(found[name], before[name]) for name in found)
+    assert_same(found, before)
 
 
 def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer, save, tmp_path):
     _, source = pretrained()
-    frozen = {
-        "MODEL.PRETRAINED": str(source),
-        "MODEL.MOE.FREEZE": True,
-        "MODEL.DROP_PATH_RATE": 0.0,
-    }
+    frozen = {"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True}
+    frozen["MODEL.DROP_PATH_RATE"] = 0.0
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
         _load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
-    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    before = copy_of(trainer.step.model)
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (".moe." in name), name
@@ -206,8 +196,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     trainer_cases.resume(again, save(trainer, tmp_path / "frozen"))
     trainer_cases.train_steps(trainer, 1)
     trainer_cases.train_steps(again, 1)
-    for name, tensor in trainer.step.model.state_dict().items():
-        assert torch.equal(tensor, again.step.model.state_dict()[name]), name
+    assert_same(trainer.step.model.state_dict(), again.step.model.state_dict())
 
 
 def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, capsys):
@@ -259,33 +248,26 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
     assert trained_with.of_weights(str(tmp_path / "one.pth"), 1).line == ""
 
 
-@pytest.mark.parametrize(
-    ("content", "windows"),
-    [
-        ({"architecture": "swinv2_tiny_window8_256"}, [8, 8, 8, 8]),
-        (
-            {
-                "architecture": "swinv2_moe",
-                "model_args": {"img_size": 64, "patch_size": 4, "depths": [1, 2], "window_size": 4}
-                | {"pretrained_window_sizes": [6, 0], "embed_dim": 10**9},
-            },
-            [6, 4],
-        ),
-        ({"architecture": "vit_tiny_patch16_224"}, []),
-        ({"architecture": "swinv2_tiny_window8_256", "model_args": {"window_size": 10**9}}, []),
-        ({"architecture": "swinv2_tiny_window8_256", "model_args": {"depths": ["a"]}}, []),
-        ({"architecture": ["swinv2_moe"], "model_args": 3}, []),
-    ],
-)
-def test_windows_of_a_directory_of_timm(tmp_path, content, windows):
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert trained_with.of_weights(str(tmp_path), 1).windows == windows
+V2_ARGS = {"img_size": 64, "patch_size": 4, "depths": [1, 2], "window_size": 4}
+V2_ARGS |= {"pretrained_window_sizes": [6, 0], "embed_dim": 10**9}
+TINY = {"architecture": "swinv2_tiny_window8_256"}
+DESCRIBED = [
+    (TINY, [8, 8, 8, 8]),
+    ({"architecture": "swinv2_moe", "model_args": V2_ARGS}, [6, 4]),
+    ({"architecture": "vit_tiny_patch16_224"}, []),
+    (TINY | {"model_args": {"window_size": 10**9}}, []),
+    (TINY | {"model_args": {"depths": ["a"]}}, []),
+    ({"architecture": ["swinv2_moe"], "model_args": 3}, []),
+]
 
 
 def test_a_directory_of_timm(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"std": [0.5] * 3}}))
+    config = tmp_path / "config.json"
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    for content, windows in DESCRIBED:
+        config.write_text(json.dumps(content))
+        assert trained_with.of_weights(str(tmp_path), 1).windows == windows
+    config.write_text(json.dumps({"pretrained_cfg": {"std": [0.5] * 3}}))
     for name in (f"local-dir:{tmp_path}", str(tmp_path), f"{tmp_path}/model.safetensors"):
         assert local_file(name) == str(tmp_path / "model.safetensors")
         assert trained_with.of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}

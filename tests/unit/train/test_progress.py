@@ -11,9 +11,8 @@ from swinv2_moe.train.timing import TimeToTarget
 
 
 def make(epochs=2, max_steps=0, steps_per_epoch=3, global_batch=10, target=0.0) -> Progress:
-    return Progress(
-        epochs, max_steps, steps_per_epoch, global_batch, TimeToTarget(target, PhaseTimes())
-    )
+    to_target = TimeToTarget(target, PhaseTimes())
+    return Progress(epochs, max_steps, steps_per_epoch, global_batch, to_target)
 
 
 def result(loss=1.0, finite=True, skipped=False) -> StepResult:

@@ -1,10 +1,10 @@
 """A run that stops and goes on is the run that never stopped."""
 
-import json
 import time
 
 import pytest
 import torch
+from run_cases import interrupt_at, refusal, weights_of
 
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.errors import UserError
@@ -17,26 +17,15 @@ EVERYTHING = {
     "TRAIN.EPOCHS": 4,
     "MODEL.DROP_PATH_RATE": 0.2,
     "MODEL.MOE.GATE_NOISE": 1.0,
-    "TRAIN.EMA_DECAY": 0.9,
-}
-EVERYTHING |= {
+    "MODEL.MOE.HIDDEN_DROPOUT": 0.1,
     "AUG.MIXUP": 0.8,
     "AUG.CUTMIX": 1.0,
     "AUG.REPROB": 0.25,
-    "MODEL.MOE.HIDDEN_DROPOUT": 0.1,
+    "TRAIN.EMA_DECAY": 0.9,
+    "TRAIN.LAYER_DECAY": 0.9,
+    "TRAIN.ACCUMULATION_STEPS": 2,
+    "DATA.BATCH_SIZE": 16,
 }
-EVERYTHING |= {"TRAIN.LAYER_DECAY": 0.9, "TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 128}
-
-
-def interrupt_at(monkeypatch, step):
-    original = Trainer.train_step
-
-    def train_step(self, batches):
-        if self.progress.step + 1 == step:
-            raise KeyboardInterrupt
-        return original(self, batches)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
 
 
 def steps_done_from_now_on(monkeypatch):
@@ -82,23 +71,16 @@ def test_an_interrupted_run_goes_on_exactly(
     summary = train(config, "auto")
     assert again == list(range(13 if every else 11, 21))
     whole, whole_summary = uninterrupted
-    found, expected = (
-        without_measurements(root / "run", read_metrics) for root in (tmp_path, whole)
-    )
-    assert found == expected
+    lines = [without_measurements(root / "run", read_metrics) for root in (tmp_path, whole)]
+    assert lines[0] == lines[1]
     assert summary["val_top1"] == whole_summary["val_top1"]
     assert summary["best_val_top1"] == whole_summary["best_val_top1"]
-    last = "checkpoints/latest"
-    for file in (whole / "run" / last).rglob("*.safetensors"):
-        twin = tmp_path / "run" / last / file.relative_to(whole / "run" / last)
-        assert twin.read_bytes() == file.read_bytes(), file.name
-    metas = [
-        json.loads((root / "run" / last / "meta.json").read_text()) for root in (whole, tmp_path)
-    ]
+    assert weights_of(whole / "run") == weights_of(tmp_path / "run")
+    metas = [open_checkpoint(root / "run/checkpoints/latest").meta for root in (whole, tmp_path)]
     for meta in metas:
         del meta["training"]["time_to_target"], meta["training"]["epoch_seconds"]
     other = {"config": 0, "saved": 0, "checksum": 0}
-    assert {**metas[0], **other} == {**metas[1], **other}
+    assert metas[0] | other == metas[1] | other
 
 
 def test_the_whole_run_used_all_of_it(uninterrupted, read_metrics):
@@ -111,19 +93,15 @@ def test_the_whole_run_used_all_of_it(uninterrupted, read_metrics):
 def test_an_interruption_before_the_first_checkpoint(
     tmp_path, make_config, read_metrics, monkeypatch
 ):
+    """ "auto" without a run starts one, too."""
     config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3})
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            train(config)
+            train(config, "auto")
     assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2]
     train(config, "auto")
     assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [1, 2, 3]
-
-
-def test_resume_auto_without_a_run_starts_one(tmp_path, make_config, read_metrics):
-    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1}), "auto")
-    assert len(read_metrics(tmp_path / "run")[0]) == 1
 
 
 def test_resume_from_another_run_leaves_that_one_alone(
@@ -138,19 +116,19 @@ def test_resume_from_another_run_leaves_that_one_alone(
     assert [line["step"] for line in read_metrics(tmp_path / "run")[0]] == [21, 22, 23, 24, 25]
 
 
-def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
+def test_epochs_of_another_length(tmp_path, make_trainer, save):
     """Another global batch: the images seen count, steps go on counting, and the schedule follows
     the epochs."""
-    first = make_trainer({"DATA.BATCH_SIZE": 100, "TRAIN.EPOCHS": 4})  # 14 steps an epoch
+    first = make_trainer({"DATA.BATCH_SIZE": 10, "TRAIN.EPOCHS": 4})  # 16 steps an epoch
     progress = first.progress
-    progress.epoch, progress.epoch_step, progress.step, progress.epoch_loss = 2, 7, 35, 14.0
+    progress.epoch, progress.epoch_step, progress.step, progress.epoch_loss = 2, 9, 41, 18.0
     directory = save(first, tmp_path)
-    second = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})  # 4 steps an epoch
+    second = make_trainer({"DATA.BATCH_SIZE": 40, "TRAIN.EPOCHS": 4})  # 4 steps an epoch
     second.resume(open_checkpoint(directory))
     progress = second.progress
-    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 2, 35)
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 2, 41)
     assert progress.epoch_loss == 4.0
-    reference = make_trainer({"DATA.BATCH_SIZE": 300, "TRAIN.EPOCHS": 4})
+    reference = make_trainer({"DATA.BATCH_SIZE": 40, "TRAIN.EPOCHS": 4})
     reference.progress.epoch, reference.progress.epoch_step = 2, 2
     reference.schedule.step_update(reference.progress.schedule_step)
     rates = [
@@ -158,20 +136,17 @@ def test_epochs_of_another_length(tmp_path, make_config, make_trainer, save):
         for trainer in (second, reference)
     ]
     assert rates[0] == rates[1]
-    third = make_trainer(
-        {"DATA.BATCH_SIZE": 1437, "TRAIN.EPOCHS": 4, "AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
-    )
+    third = make_trainer({"DATA.BATCH_SIZE": 160, "TRAIN.EPOCHS": 4})
     third.resume(open_checkpoint(directory))
     progress = third.progress
-    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 0, 35)
+    assert (progress.epoch, progress.epoch_step, progress.step) == (2, 0, 41)
 
 
 def test_a_global_batch_size_over_the_ranks(make_config, tmp_path):
     config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 96, "TRAIN.ACCUMULATION_STEPS": 2})
     assert [resolve_batch_size(config, n).DATA.BATCH_SIZE for n in (1, 2, 4, 8)] == [48, 24, 12, 6]
-    with pytest.raises(
-        UserError, match=r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"
-    ):
+    message = r"DATA\.GLOBAL_BATCH_SIZE is 96, .* ranks \(5\) .*ACCUMULATION_STEPS \(2\)"
+    with pytest.raises(UserError, match=message):
         resolve_batch_size(config, 5)
     config = make_config(tmp_path, {"DATA.GLOBAL_BATCH_SIZE": 6, "AUG.MIXUP": 0.8})
     with pytest.raises(UserError, match=r"DATA\.BATCH_SIZE is 3.*even"):
@@ -183,14 +158,10 @@ def test_other_class_names_are_refused(make_trainer, save, tmp_path):
     source = open_checkpoint(save(trainer, tmp_path / "run"))
     trainer.data.class_names[:2] = ["1", "0"]
     message = "was trained on other classes: class 0 is '0' in the checkpoint, '1' in the data"
-    with pytest.raises(UserError, match=message):
-        trainer.resume(source)
+    assert message in refusal(trainer.resume, source)
     trainer.data.class_names[:] = ["2", "a"]
-    message = (
-        r"other classes: only the checkpoint has 0, 1, 3, ... \(9 in all\); only the data has a"
-    )
-    with pytest.raises(UserError, match=message):
-        trainer.resume(source)
+    message = "other classes: only the checkpoint has 0, 1, 3, ... (9 in all); only the data has a"
+    assert message in refusal(trainer.resume, source)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
@@ -200,15 +171,11 @@ def test_averaging_cannot_begin_or_end_within_a_run(before, after, make_trainer,
         make_trainer({"TRAIN.EMA_DECAY": after}).resume(source)
 
 
-def test_a_finished_run_keeps_its_configuration(make_config, tmp_path):
+def test_a_finished_run_keeps_its_configuration_and_does_not_go_on_elsewhere(make_config, tmp_path):
     train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2}))
     written = (tmp_path / "run" / "config.yaml").read_text()
     train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2, "TRAIN.BASE_LR": 5.0}), "auto")
     assert (tmp_path / "run" / "config.yaml").read_text() == written
-
-
-def test_a_finished_run_does_not_go_on_elsewhere(make_config, tmp_path):
-    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2}))
     config = make_config(tmp_path / "other", {"TRAIN.MAX_STEPS": 2})
     with pytest.raises(UserError, match=r"has done all steps; to go on from it in .*/other, raise"):
         train(config, str(tmp_path / "run"))
@@ -231,21 +198,23 @@ def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp
 
 
 def test_the_seconds_of_an_epoch_count_both_parts(make_config, tmp_path, read_metrics, monkeypatch):
-    original = Trainer.train_step
+    """Each step takes a thousand seconds: next to that, no machine is slow."""
+    original, real, steps = Trainer.train_step, time.perf_counter, []
 
     def slow_step(self, batches):
-        time.sleep(0.1)
-        if self.progress.step == 2 and not (tmp_path / "stopped").exists():
-            (tmp_path / "stopped").touch()
+        steps.append(self.progress.step)
+        if len(steps) == 3:
             self.stop.received = "SIGTERM"
         return original(self, batches)
 
     monkeypatch.setattr(Trainer, "train_step", slow_step)
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000 * len(steps))
     keys = {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
     assert train(make_config(tmp_path / "run", keys)) is None
     train(make_config(tmp_path / "run", keys), "auto")
     (epoch,) = read_metrics(tmp_path / "run")[1]
-    assert epoch["seconds"] >= 0.5  # five steps
+    assert steps == [0, 1, 2, 3, 4]
+    assert epoch["seconds"] >= 5000
 
 
 def test_the_loss_scale_goes_on(make_trainer, save, tmp_path):

@@ -1,9 +1,9 @@
 """Choices of a forward pass, recorded, painted, and in TensorBoard while a run trains."""
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from run_cases import LAYERS, saver_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_cases import make_trainer as make_trainer_of
 
@@ -28,10 +29,8 @@ from swinv2_moe.routing_pictures import (
 from swinv2_moe.train import train
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.routing import record_choices, sample_choices, spread
-from swinv2_moe.train.saver import Saver, save_policy
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 
 
 @pytest.fixture
@@ -136,22 +135,17 @@ def test_a_compiled_model_is_not_compiled_again(make_model):
     """Training compiles a wrapper of the model; validation, which is recorded, runs the model
     itself."""
     model, images = make_model(), torch.randn(2, 3, 16, 16)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
+    backend = Mock(side_effect=lambda graph, inputs: graph.forward)
     wrapped = WithAuxLoss(model)
     wrapped.compile(backend=backend)
     with torch.no_grad():
         wrapped(images)
-        compiled = len(graphs)
+        compiled = backend.call_count
         with record_choices(model) as choices:
             model(images)
         wrapped(images)
     assert list(choices) == LAYERS
-    assert len(graphs) == compiled > 0
+    assert backend.call_count == compiled > 0
 
 
 @given(size=st.integers(0, 200), count=st.integers(1, 50))
@@ -175,20 +169,17 @@ def test_a_sample_of_several_batches(make_model):
         assert torch.stack(sample.choices[name]).equal(ids[::2])
 
 
-@pytest.mark.parametrize(
-    ("size", "side"),
-    [(8, 128), (60, 180), (64, 128), (128, 128), (192, 192), (255, 255), (384, 128)],
-)
-@pytest.mark.parametrize("channels", [1, 3])
-def test_pixels(size, side, channels):
+def test_pixels():
     colour = torch.tensor([51, 102, 255]) / 255
-    images = torch.ones(2, 3, size, size) * colour.view(3, 1, 1)
-    normalised = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
-    pixels = to_pixels(normalised[:, :channels], MEAN, STD)
-    assert (pixels.shape, pixels.dtype) == ((2, side, side, 3), np.uint8)
-    expected = [51, 102, 255] if channels == 3 else [51, 51, 51]
-    assert (pixels == expected).all()
-    assert denormalise(normalised * 1e3, MEAN, STD).max() == 1
+    sides = {8: 128, 60: 180, 64: 128, 128: 128, 192: 192, 255: 255, 384: 128}
+    for size, side in sides.items():
+        images = torch.ones(2, 3, size, size) * colour.view(3, 1, 1)
+        normalised = (images - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+        for channels, expected in ((3, [51, 102, 255]), (1, [51, 51, 51])):
+            pixels = to_pixels(normalised[:, :channels], MEAN, STD)
+            assert (pixels.shape, pixels.dtype) == ((2, side, side, 3), np.uint8)
+            assert (pixels == expected).all()
+        assert denormalise(normalised * 1e3, MEAN, STD).max() == 1
 
 
 def test_paint():
@@ -271,15 +262,13 @@ def test_no_picture_of_a_dense_run(make_config, tmp_path):
 def fit(rank: int, root: Path, options: str) -> None:
     trainer = make_trainer_of(rank, 2, options)
     recorder = Recorder(root, trainer.world, 0)
-    trainer.fit(
-        recorder, Saver(root / "checkpoints", trainer.world, save_policy(trainer.config.checkpoint))
-    )
+    trainer.fit(recorder, saver_of(trainer, root / "checkpoints"))
     recorder.close()
 
 
-@pytest.mark.parametrize("options", ["TRAIN.EMA_DECAY 0.5", "TRAIN.SHARD_TRUNK True"])
-def test_pictures_of_two_ranks(run_processes, tmp_path, options):
+def test_pictures_of_two_ranks(run_processes, tmp_path):
     """Experts are on both, only the main rank records: a forward pass more, or a hook that
     communicates, would hang."""
-    run_processes(fit, 2, tmp_path, f"TRAIN.MAX_STEPS 3 {options}", seconds=120)
+    options = "TRAIN.MAX_STEPS 3 TRAIN.EMA_DECAY 0.5 TRAIN.SHARD_TRUNK True"
+    run_processes(fit, 2, tmp_path, options)
     assert [step for step, _ in pictures_of(tmp_path)] == [3]

@@ -5,18 +5,16 @@ import os
 
 import pytest
 import torch
+from run_cases import LAYERS, refusal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_core import moe_layers
 from swinv2_moe.config import flatten, load_config, model_config
-from swinv2_moe.errors import UserError
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import measure_model
 from swinv2_moe.train import train
 from swinv2_moe.train.evaluation import evaluate as measure
-
-LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def test_summary(run):
     assert (summary["parameters"], summary["active_macs"]) == size
     assert (summary["epochs"], summary["steps"], summary["world_size"]) == (3, 15, 1)
     assert summary["images_per_second"] > 0
-    assert 0 < 15 * 256 / summary["images_per_second"] < summary["seconds"]
+    assert 0 < 15 * 32 / summary["images_per_second"] < summary["seconds"]
 
 
 def test_config_loads_again(run):
@@ -70,20 +68,15 @@ def test_config_loads_again(run):
 
 
 def test_tensorboard(run):
-    events = EventAccumulator(
-        str(run[0] / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}
-    ).Reload()
-    scalars = events.Tags()["scalars"]
-    expected = {
-        f"train/{key}" for key in ("loss", "lr", "grad_norm", "aux_loss", "images_per_second")
-    }
-    expected |= {f"epoch/{key}" for key in ("train_loss", "val_top1", "val_loss")}
-    expected |= {
-        f"{layer}/{key}"
-        for layer in LAYERS
-        for key in ("dropped_share", "entropy", "load_max", "load_min")
-    }
-    assert expected <= set(scalars)
+    sizes = {"scalars": 0, "histograms": 0}
+    events = EventAccumulator(str(run[0] / "tensorboard"), size_guidance=sizes).Reload()
+    scalars = set(events.Tags()["scalars"])
+    for key in ("loss", "lr", "grad_norm", "aux_loss", "images_per_second"):
+        assert f"train/{key}" in scalars
+    for key in ("train_loss", "val_top1", "val_loss"):
+        assert f"epoch/{key}" in scalars
+    for key in ("dropped_share", "entropy", "load_max", "load_min"):
+        assert {f"{layer}/{key}" for layer in LAYERS} <= scalars
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 16))
     assert [event.step for event in events.Scalars("epoch/val_top1")] == [5, 10, 15]
     assert set(events.Tags()["histograms"]) == {f"{layer}/expert_load" for layer in LAYERS}
@@ -96,19 +89,12 @@ def test_checkpoints_are_pruned_to_the_last_two_and_best(run, read_metrics):
     best = f"step-{5 * (1 + accuracies.index(max(accuracies))):08d}"
     assert os.readlink(root / "latest") == "step-00000015"
     assert os.readlink(root / "best") == best
-    assert {p.name for p in root.iterdir()} == {
-        "latest",
-        "best",
-        "step-00000010",
-        "step-00000015",
-        best,
-    }
-    files = {
-        str(p.relative_to(root / "latest")) for p in (root / "latest").rglob("*") if p.is_file()
-    }
-    trunk = {"model.safetensors"} | {
-        f"experts/{layer}/{e:04d}.safetensors" for layer in LAYERS for e in range(4)
-    }
+    names = {"latest", "best", "step-00000010", "step-00000015", best}
+    assert {path.name for path in root.iterdir()} == names
+    paths = [path for path in (root / "latest").rglob("*") if path.is_file()]
+    files = {str(path.relative_to(root / "latest")) for path in paths}
+    experts = {f"experts/{layer}/{e:04d}.safetensors" for layer in LAYERS for e in range(4)}
+    trunk = {"model.safetensors"} | experts
     sections = ("", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
     assert files == {"meta.json"} | {f"{section}{file}" for section in sections for file in trunk}
 
@@ -116,8 +102,7 @@ def test_checkpoints_are_pruned_to_the_last_two_and_best(run, read_metrics):
 def test_a_run_is_not_overwritten(run):
     root, config, _ = run
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    with pytest.raises(UserError, match="already holds a run; --resume auto"):
-        train(config)
+    assert "already holds a run; --resume auto" in refusal(train, config)
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
@@ -133,10 +118,8 @@ def test_resuming_a_finished_run_changes_no_result(run, read_metrics):
 
 
 def test_a_dense_run(tmp_path, make_config, read_metrics):
-    config = make_config(
-        tmp_path / "run", {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 2, "AMP_ENABLE": True}
-    )
-    summary = train(config)
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.MAX_STEPS": 2, "AMP_ENABLE": True}
+    summary = train(make_config(tmp_path / "run", keys))
     steps, _ = read_metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["aux_loss"] == 0 and "moe_layers" not in line for line in steps)
@@ -167,10 +150,9 @@ def test_validation_leaves_the_model_in_training(make_trainer):
     frozen = trainer.step.model.layers[2].blocks[0].mlp.moe.router
     frozen.eval()
     accuracy = trainer.validate()
-    assert accuracy.images == 360
-    assert {module for module in trainer.step.wrapped.modules() if not module.training} == set(
-        frozen.modules()
-    )
+    assert accuracy.images == 40
+    evaluating = {module for module in trainer.step.wrapped.modules() if not module.training}
+    assert evaluating == set(frozen.modules())
     assert not trainer.step.model(images).equal(trainer.step.model(images))
     trainer.step.model.eval()
     measure(trainer.step.model, trainer.data.val_loader, trainer.world, trainer.step.autocast)

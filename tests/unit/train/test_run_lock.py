@@ -11,17 +11,15 @@ import sys
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-import torch
+from run_cases import ALONE, refusal
 
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import only_process
 from swinv2_moe.train import checkpoint, run_lock, train
 from swinv2_moe.train import run as run_module
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.run_lock import only_run
 
-ALONE = World(0, 1, torch.device("cpu"))
 HOLD = (
     "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
     " print('held', flush=True)"
@@ -61,10 +59,8 @@ def test_a_second_run_looks_at_nothing(resume, another_run, make_config, tmp_pat
     monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
     monkeypatch.setattr(run_module, "build_data", lambda *args: looked.append(args))
     before = snapshot(tmp_path)
-    with pytest.raises(
-        UserError, match=rf"^--output {tmp_path / 'run'}: another run is writing there$"
-    ):
-        train(config, resume)
+    message = refusal(train, config, resume)
+    assert message == f"--output {tmp_path / 'run'}: another run is writing there"
     assert (looked, snapshot(tmp_path)) == ([], before)
 
 
@@ -94,11 +90,8 @@ def test_a_run_goes_on_from_what_the_one_before_wrote_last(
 def test_the_lock_is_free_again(another_run, tmp_path):
     (tmp_path / "run").mkdir()
     holder = another_run(tmp_path / "run")
-    with (
-        pytest.raises(UserError, match="another run is writing there"),
-        only_run(tmp_path / "run", ALONE),
-    ):
-        pass
+    lock = only_run(tmp_path / "run", ALONE)
+    assert "another run is writing there" in refusal(lock.__enter__)
     holder.communicate()
     with only_run(tmp_path / "run", ALONE):
         assert os.listdir(tmp_path / "run") == [".lock"]
@@ -235,14 +228,8 @@ def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path
 def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
-        refused = pytest.raises(
-            UserError, match=r"^--output .*file is a file, a run needs a directory$"
-        )
-        with refused, only_run(tmp_path / name, ALONE, "--output"):
-            pass
+        message = refusal(only_run(tmp_path / name, ALONE, "--output").__enter__)
+        assert message == f"--output {tmp_path}/file is a file, a run needs a directory"
     (tmp_path / "run" / ".lock").mkdir(parents=True)
-    refused = pytest.raises(
-        UserError, match=r"^--output .*run: cannot be written \(Is a directory\)$"
-    )
-    with refused, only_run(tmp_path / "run", ALONE):
-        pass
+    message = refusal(only_run(tmp_path / "run", ALONE).__enter__)
+    assert message == f"--output {tmp_path}/run: cannot be written (Is a directory)"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_cases import ALONE, LAYERS, assert_same, copy_of, saver_of
 
 from moe_core.checkpoint import write_tensors
 from swinv2_moe.errors import UserError
@@ -19,11 +20,8 @@ from swinv2_moe.train.checkpoint import (
     read_section,
     write_meta,
 )
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.save_job import StagingBuffers
-from swinv2_moe.train.saver import SavePolicy, Saver, save_policy
-
-LAYERS = [f"layers.{i}.blocks.0.mlp.moe" for i in (1, 2)]
+from swinv2_moe.train.saver import SavePolicy, Saver
 
 
 def step(trainer):
@@ -39,26 +37,26 @@ def begin(make_trainer, tmp_path):
     def make(keys=None, root=tmp_path / "checkpoints"):
         trainer, said = make_trainer({"DATA.BATCH_SIZE": 16} | (keys or {})), []
         step(trainer)
-        return (
-            trainer,
-            Saver(root, trainer.world, save_policy(trainer.config.checkpoint), say=said.append),
-            said,
-        )
+        return trainer, saver_of(trainer, root, say=said.append), said
 
     return make
 
 
 def weights(directory: Path, trainer) -> dict[str, torch.Tensor]:
     """The model's weights in a checkpoint."""
-    return read_section(
-        open_checkpoint(directory), "", trainer.step.model, trainer.step.model.state_dict()
-    )
+    model = trainer.step.model
+    return read_section(open_checkpoint(directory), "", model, model.state_dict())
+
+
+def write(trainer, saver, **how) -> None:
+    trainer.save(saver, **how)
+    saver.close()
 
 
 @pytest.mark.parametrize("staging", [4096, 1, 0])  # MB: all of it, a part, nothing
 def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": staging, "MODEL.SWINV2.EMBED_DIM": 32})
-    before = {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
+    before = copy_of(trainer.step.model)
     gate, threads = threading.Event(), set()
 
     def write_in_the_thread_when_let(file, tensors):
@@ -75,34 +73,28 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
     assert not checkpoints_below(saver.root)
     gate.set()
     saver.close()
-    assert (
-        threads
-        == {4096: {"checkpoint"}, 1: {"checkpoint", "MainThread"}, 0: {"MainThread"}}[staging]
-    )
-    torch.testing.assert_close(weights(saver.root / "latest", trainer), before, rtol=0, atol=0)
+    both = {"checkpoint", "MainThread"}
+    assert threads == {4096: {"checkpoint"}, 1: both, 0: {"MainThread"}}[staging]
+    assert_same(weights(saver.root / "latest", trainer), before)
     assert saver.staging.allocated <= staging * 2**20
 
 
 def test_without_staging_nothing_is_copied(begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
-    memory = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in trainer.step.model.parameters()]
-    memory += [
-        (t.data_ptr(), t.data_ptr() + t.nbytes)
-        for state in trainer.step.optimizer.state.values()
-        for t in state.values()
-    ]
+    moments = [t for state in trainer.step.optimizer.state.values() for t in state.values()]
+    tensors = [*trainer.step.model.parameters(), *moments]
+    memory = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
     written = []
 
-    def write(file, tensors):
+    def write_in_place(file, tensors):
         for tensor in tensors.values():
             assert tensor.is_contiguous()  # or it would be copied for writing
             assert any(first <= tensor.data_ptr() < end for first, end in memory)
         written.append(file)
         write_tensors(file, tensors)
 
-    monkeypatch.setattr(save_job, "write_tensors", write)
-    trainer.save(saver)
-    saver.close()
+    monkeypatch.setattr(save_job, "write_tensors", write_in_place)
+    write(trainer, saver)
     assert len(written) == 3 * (1 + 2 * 4)
 
 
@@ -122,26 +114,20 @@ def test_staging_is_bounded_and_used_again():
 
 
 def test_experts_in_turn(begin):
-    trainer, saver, _ = begin(
-        {"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5}
-    )
+    keys = {"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5}
+    trainer, saver, _ = begin(keys)
     written, states = [], []
     saver.report = lambda cost: written.append(cost.bytes)
     for _ in range(6):
-        trainer.save(saver, partial=True)
-        saver.close()
-        states.append(
-            {name: tensor.clone() for name, tensor in trainer.step.model.state_dict().items()}
-        )
+        write(trainer, saver, partial=True)
+        states.append(copy_of(trainer.step.model))
         step(trainer)
     # the first has nothing to borrow from
     assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]
     last = open_checkpoint(saver.root / "step-00000006")
     assert last.meta["experts"] == {LAYERS[0]: [6, 3, 4, 5], LAYERS[1]: [4, 5, 6, 3]}
-    assert (
-        last.expert_ages()
-        == "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
-    )
+    ages = "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
+    assert last.expert_ages() == ages
     found = weights(last.directory, trainer)
     for name, tensor in found.items():
         layer = next((layer for layer in LAYERS if name.startswith(f"{layer}.experts.")), None)
@@ -152,32 +138,27 @@ def test_experts_in_turn(begin):
         assert torch.equal(tensor, torch.stack(expected) if layer else expected[0]), name
     for section in ("", "ema/", "optimizer/exp_avg/"):
         file = f"{section}experts/{LAYERS[0]}/0001.safetensors"
-        assert (last.directory / file).stat().st_ino == (
-            saver.root / "step-00000003" / file
-        ).stat().st_ino
+        earlier = saver.root / "step-00000003" / file
+        assert (last.directory / file).stat().st_ino == earlier.stat().st_ino
     shutil.rmtree(saver.root / "step-00000003")  # a link is as good as the file
-    trainer.save(saver, is_best=True)
-    saver.close()
+    write(trainer, saver, is_best=True)
     assert open_checkpoint(saver.root / "best").expert_ages() is None
 
 
 def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
     trainer, saver, _ = begin({"CHECKPOINT.EXPERTS": 1})
-    trainer.save(saver, partial=True)
-    saver.close()
+    write(trainer, saver, partial=True)
     shutil.rmtree(saver.root / "step-00000001")
     step(trainer)
-    trainer.save(saver, partial=True)
-    saver.close()
+    write(trainer, saver, partial=True)
     assert open_checkpoint(saver.root / "latest").expert_ages() is None
     source = open_checkpoint(saver.root / "step-00000002")
-    other = make_trainer(
-        {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
-    )
-    saver = Saver(saver.root, other.world, save_policy(other.config.checkpoint), source)
-    step(other), step(other), step(other)
-    other.save(saver, partial=True)
-    saver.close()
+    keys = {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
+    other = make_trainer(keys)
+    saver = saver_of(other, saver.root, source)
+    for _ in range(3):
+        step(other)
+    write(other, saver, partial=True)
     assert open_checkpoint(saver.root / "step-00000003").expert_ages() is None
 
 
@@ -198,44 +179,39 @@ def fails_once(monkeypatch, name, after=0):
     monkeypatch.setattr(module, name, maybe)
 
 
-@pytest.mark.parametrize("staging", [4096, 0])
 @pytest.mark.parametrize(
-    ("function", "after"),
+    ("function", "after", "staging"),
     [
-        ("write_tensors", 0),
-        ("write_tensors", 7),
-        ("fsync_and_hash", 3),
-        ("write_meta", 0),
-        ("publish_directory", 0),
+        ("write_tensors", 0, 4096),
+        ("write_tensors", 0, 0),
+        ("write_tensors", 7, 4096),
+        ("write_tensors", 7, 0),
+        ("fsync_and_hash", 3, 4096),
+        ("write_meta", 0, 4096),
+        ("publish_directory", 0, 4096),
     ],
 )
 def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
     trainer, saver, said = begin({"CHECKPOINT.STAGING_MB": staging})
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     fails_once(monkeypatch, function, after)
     step(trainer)
     trainer.save(saver)
-    with pytest.raises(
-        UserError, match=r"the last checkpoint was not saved: .*No space left on device"
-    ):
+    message = r"the last checkpoint was not saved: .*No space left on device"
+    with pytest.raises(UserError, match=message):
         saver.close()
-    assert len(said) == 1
-    assert said[0].startswith(
-        "the checkpoint of step 2 was not saved, the newest is step-00000001: "
-    )
+    (line,) = said
+    assert line.startswith("the checkpoint of step 2 was not saved, the newest is step-00000001: ")
     assert {path.name for path in saver.root.iterdir()} == {"step-00000001", "latest"}
     assert find_checkpoint("auto", saver.root).meta["step"] == 1
     step(trainer)
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     assert find_checkpoint("auto", saver.root).meta["step"] == 3
 
 
 def test_a_full_disk_leaves_the_run_alive(small_disk, begin):
     trainer, saver, said = begin({}, small_disk / "checkpoints")
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - 300_000))
     for _ in range(2):
         step(trainer)
@@ -246,8 +222,7 @@ def test_a_full_disk_leaves_the_run_alive(small_disk, begin):
     ]
     assert find_checkpoint("auto", saver.root).meta["step"] == 1
     (small_disk / "other").unlink()
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     assert find_checkpoint("auto", saver.root).meta["step"] == 3
 
 
@@ -264,8 +239,7 @@ def test_a_directory_that_cannot_be_made(begin):
 def test_the_newest_and_the_best_are_kept(begin):
     trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 3})
     for is_best in (False, True, False, False, False, False):
-        trainer.save(saver, is_best=is_best)
-        saver.close()
+        write(trainer, saver, is_best=is_best)
         step(trainer)
     kept = [path.name for path in checkpoints_below(saver.root)]
     assert kept == [f"step-{n:08d}" for n in (6, 5, 4, 2)]
@@ -277,35 +251,22 @@ def test_another_save_of_the_same_step_replaces_nothing(begin):
     trainer, saver, _ = begin()
     for accuracy in (1.0, 2.0, 3.0):
         trainer.progress.last_top1 = accuracy
-        trainer.save(saver)
-        saver.close()
-    assert [path.name for path in checkpoints_below(saver.root)] == [
-        "step-00000001-2",
-        "step-00000001-1",
-    ]
+        write(trainer, saver)
+    kept = [path.name for path in checkpoints_below(saver.root)]
+    assert kept == ["step-00000001-2", "step-00000001-1"]
     assert find_checkpoint("auto", saver.root).meta["training"]["last_top1"] == 3.0
 
 
 def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
     trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 9})
     for _ in range(3):
-        trainer.save(saver, is_best=trainer.progress.step == 3)
-        saver.close()
+        write(trainer, saver, is_best=trainer.progress.step == 3)
         step(trainer)
     (saver.root / ".step-00000009.tmp").mkdir()
     said = []
-    Saver(
-        saver.root,
-        trainer.world,
-        save_policy(trainer.config.checkpoint),
-        open_checkpoint(saver.root / "step-00000002"),
-        said.append,
-    )
-    assert {path.name for path in saver.root.iterdir()} == {
-        "step-00000001",
-        "step-00000002",
-        "set-aside-step-00000003",
-    }
+    saver_of(trainer, saver.root, open_checkpoint(saver.root / "step-00000002"), say=said.append)
+    names = {"step-00000001", "step-00000002", "set-aside-step-00000003"}
+    assert {path.name for path in saver.root.iterdir()} == names
     assert "step-00000003 is now set-aside-step-00000003" in said[0]
     assert find_checkpoint("auto", saver.root).meta["step"] == 2
 
@@ -313,18 +274,14 @@ def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
 def test_two_runs_of_the_same_length_set_aside(begin):
     trainer, saver, _ = begin()
     for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
-        trainer.save(saver)
-        saver.close()
-        Saver(
-            saver.root, trainer.world, save_policy(trainer.config.checkpoint), say=lambda line: None
-        )
+        write(trainer, saver)
+        saver_of(trainer, saver.root, say=lambda line: None)
         assert (saver.root / name).is_dir()
 
 
 def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
     trainer, saver, _ = begin()
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     source = open_checkpoint(saver.root / "latest")
     write_meta(source.directory, source.meta | {"training": None})
     with pytest.raises(UserError, match=r"holds weights alone.*MODEL\.PRETRAINED"):
@@ -336,31 +293,22 @@ def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch,
     fails_once(monkeypatch, "publish_directory", after=1)
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
         train(config)
-    assert (
-        "the checkpoint of step 4 was not saved, the newest is step-00000002"
-        in capsys.readouterr().out
-    )
+    message = "the checkpoint of step 4 was not saved, the newest is step-00000002"
+    assert message in capsys.readouterr().out
     assert train(config, "auto")["steps"] == 4
 
 
 def test_pruning_killed_half_way_leaves_no_half_a_checkpoint(begin, monkeypatch):
     trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 1})
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     step(trainer)
     # killed before it
     monkeypatch.setattr(saver_module.shutil, "rmtree", lambda *args, **kwargs: None)
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     assert [path.name for path in checkpoints_below(saver.root)] == ["step-00000002"]
     assert (saver.root / ".step-00000001.old.tmp").is_dir()
     monkeypatch.undo()
-    Saver(
-        saver.root,
-        trainer.world,
-        save_policy(trainer.config.checkpoint),
-        open_checkpoint(saver.root / "latest"),
-    )
+    saver_of(trainer, saver.root, open_checkpoint(saver.root / "latest"))
     assert {path.name for path in saver.root.iterdir()} == {"step-00000002", "latest"}
 
 
@@ -377,20 +325,15 @@ def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
 
 def test_going_on_from_a_checkpoint_of_another_name(begin):
     trainer, saver, _ = begin()
-    trainer.save(saver)
-    saver.close()
+    write(trainer, saver)
     aside = saver.root / "set-aside-step-00000001"
     (saver.root / "step-00000001").rename(aside)
-    again = Saver(
-        saver.root, trainer.world, save_policy(trainer.config.checkpoint), open_checkpoint(aside)
-    )
-    trainer.save(again)
-    again.close()
+    write(trainer, saver_of(trainer, saver.root, open_checkpoint(aside)))
     assert find_checkpoint("auto", saver.root).directory.name == "step-00000001"
 
 
 def test_the_error_of_any_rank_is_that_of_the_save(tmp_path, monkeypatch):
-    saver = Saver(tmp_path, World(0, 1, torch.device("cpu")), SavePolicy())
+    saver = Saver(tmp_path, ALONE, SavePolicy())
     saver.group = object()
 
     def gather(results, own, group):

@@ -33,23 +33,18 @@ def test_the_best_that_is_the_newest(run):
 
 def test_a_run_without_a_best_one(run):
     (run / "checkpoints" / "best").unlink()
-    path, line = select_checkpoint(str(run), "best")
-    assert (path, line) == (str(run), "the newest checkpoint of the run, which has no best one")
+    line = "the newest checkpoint of the run, which has no best one"
+    assert select_checkpoint(str(run), "best") == (str(run), line)
 
 
-def test_the_newest(run):
-    assert select_checkpoint(str(run), "latest") == (str(run), "the newest checkpoint of the run")
-
-
-@pytest.mark.parametrize(
-    ("step", "name"), [("10", "step-00000010"), ("020", "step-00000020"), ("30", "step-00000030-1")]
-)
-def test_a_step(run, step, name):
-    path, line = select_checkpoint(str(run), step)
-    assert (path, line) == (str(run / "checkpoints" / name), f"{name}: as --checkpoint says")
-
-
-def test_a_directory_of_checkpoints_is_a_run(run):
+def test_the_newest_or_a_step(run):
+    line = "the newest checkpoint of the run"
+    assert select_checkpoint(str(run), "latest") == (str(run), line)
+    steps = {"10": "step-00000010", "020": "step-00000020", "30": "step-00000030-1"}
+    for step, name in steps.items():
+        path, line = select_checkpoint(str(run), step)
+        assert (path, line) == (str(run / "checkpoints" / name), f"{name}: as --checkpoint says")
+    # a directory of checkpoints is a run
     assert select_checkpoint(str(run / "checkpoints"), "10")[0].endswith("step-00000010")
 
 

@@ -1,14 +1,12 @@
 """MODEL.UPCYCLE_CONTINUE: a dense run that goes on with experts, its epoch and its state."""
 
-from contextlib import suppress
-
 import pytest
 import torch
+from run_cases import assert_same, interrupt_at, weights_of
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
-from swinv2_moe.train.loop import Trainer
 
 DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9}
 # No randomness that experts add, and no drops.
@@ -95,8 +93,7 @@ def test_a_continued_run_resumes_exactly(dense, make_trainer, save, tmp_path):
     again = make_trainer(keys)
     again.resume(saved)
     assert train_steps(again, 1) == train_steps(trainer, 1)
-    for name, tensor in again.step.model.state_dict().items():
-        assert torch.equal(tensor, trainer.step.model.state_dict()[name]), name
+    assert_same(again.step.model.state_dict(), trainer.step.model.state_dict())
 
 
 def test_a_run_in_pieces_with_all_regularisation(make_config, tmp_path, read_metrics, monkeypatch):
@@ -106,16 +103,10 @@ def test_a_run_in_pieces_with_all_regularisation(make_config, tmp_path, read_met
     train(make_config(tmp_path / "dense", dense_keys))
     keys |= continued(tmp_path / "dense")
     train(make_config(tmp_path / "whole", keys), "auto")
-    original = Trainer.train_step
-
-    def stop_at_nine(self, batches):
-        if self.progress.step + 1 == 9:
-            raise KeyboardInterrupt
-        return original(self, batches)
-
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(Trainer, "train_step", stop_at_nine)
-        train(make_config(tmp_path / "killed", keys))
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 9)
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(tmp_path / "killed", keys))
     train(make_config(tmp_path / "killed", keys), "auto")
     steps, epochs = read_metrics(tmp_path / "whole")
     assert [line["step"] for line in steps] == list(range(6, 16))
@@ -124,10 +115,7 @@ def test_a_run_in_pieces_with_all_regularisation(make_config, tmp_path, read_met
     assert shares == pytest.approx([max(1 - step / 10, 0) for step in range(5, 15)])
     losses = [line["loss"] for line in read_metrics(tmp_path / "killed")[0]]
     assert losses == [line["loss"] for line in steps]
-    whole = tmp_path / "whole" / "checkpoints" / "latest"
-    for file in whole.rglob("*.safetensors"):
-        twin = tmp_path / "killed" / "checkpoints" / "latest" / file.relative_to(whole)
-        assert twin.read_bytes() == file.read_bytes(), file.name
+    assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
     assert (tmp_path / "whole" / "checkpoints" / "best").exists()
 
 
@@ -155,15 +143,12 @@ def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
         train(make_config(tmp_path / "d", continued(tmp_path / "experts")))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+def test_keys_that_contradict(make_config, tmp_path):
+    for key, value in (
         ("MODEL.UPCYCLE", False),
         ("MODEL.UPCYCLE_NOISE", 0.1),
         ("MODEL.NEW_HEAD", True),
         ("MODEL.CLASS_MAP", "map.txt"),
-    ],
-)
-def test_keys_that_contradict(key, value, make_config, tmp_path):
-    with pytest.raises(UserError, match=rf"{key} is .*UPCYCLE_CONTINUE \(True\) it must be"):
-        make_config(tmp_path, continued("run") | {key: value})
+    ):
+        with pytest.raises(UserError, match=rf"{key} is .*UPCYCLE_CONTINUE \(True\) it must be"):
+            make_config(tmp_path, continued("run") | {key: value})
