@@ -175,4 +175,4 @@ def test_any_number_of_ranks_says_the_same_of_every_image(ranks, run_processes):
     config = small_config("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.5")
     limited = predict(make_model(config), make_loader(config, *SIZES[0]), ALONE, nullcontext)[0]
     assert not np.allclose(limited.losses, expected[0].losses, rtol=1e-4)
-    run_processes(on_rank, ranks, ranks, expected, limited, seconds=120)
+    run_processes(on_rank, ranks, ranks, expected, limited)

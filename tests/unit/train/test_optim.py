@@ -83,18 +83,6 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     assert lowest == pytest.approx(highest * 0.5**4)  # stem, three blocks, head
 
 
-def test_accumulating_half_batches_is_the_full_batch(make_config, tmp_path, read_metrics):
-    losses = []
-    for name, keys in (
-        ("full", {}),
-        ("half", {"DATA.BATCH_SIZE": 16, "TRAIN.ACCUMULATION_STEPS": 2}),
-    ):
-        train(make_config(tmp_path / name, PLAIN | {"TRAIN.MAX_STEPS": 4} | keys))
-        losses.append([line["loss"] for line in read_metrics(tmp_path / name)[0]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][-1] != pytest.approx(losses[0][0], rel=1e-3)
-
-
 def test_accumulation_beyond_an_epoch(make_config, tmp_path):
     config = make_config(tmp_path / "run", {"TRAIN.ACCUMULATION_STEPS": 6})
     message = r"TRAIN\.ACCUMULATION_STEPS is 6, an epoch has only 5 batches"
@@ -220,7 +208,7 @@ def test_a_step_after_an_overflow_changes_nothing(make_trainer):
 def test_sgd_and_checkpointing_train(make_config, tmp_path, read_metrics):
     keys = {"TRAIN.OPTIMIZER.NAME": "sgd", "TRAIN.USE_CHECKPOINT": True, "TRAIN.MAX_STEPS": 2}
     train(make_config(tmp_path / "run", keys))
-    train(make_config(tmp_path / "run", keys | {"TRAIN.MAX_STEPS": 0, "TRAIN.EPOCHS": 2}), "auto")
+    train(make_config(tmp_path / "run", keys | {"TRAIN.MAX_STEPS": 3}), "auto")
     assert read_metrics(tmp_path / "run")[0][-1]["loss"] < 3
 
 

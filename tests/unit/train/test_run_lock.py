@@ -229,7 +229,8 @@ def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
         message = refusal(only_run(tmp_path / name, ALONE, "--output").__enter__)
-        assert message == f"--output {tmp_path}/file is a file, a run needs a directory"
+        assert message.startswith(f"--output {tmp_path}/file")
+        assert message.endswith(f"{tmp_path}/file is a file, a run needs a directory")
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     message = refusal(only_run(tmp_path / "run", ALONE).__enter__)
     assert message == f"--output {tmp_path}/run: cannot be written (Is a directory)"

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -88,9 +87,8 @@ def test_a_reading_that_fails_ends_nothing(caplog):
 def test_this_machine():
     machine = Machine(CPU)
     before = machine.counters()
-    deadline = time.monotonic() + 60
     while machine.counters()["cpu_time"] == before["cpu_time"]:
-        assert time.monotonic() < deadline
+        pass  # until the kernel has counted the time that this loop takes
     after = machine.counters()
     assert set(after) <= set(COUNTERS)
     assert all(after[name] >= before[name] for name in before)

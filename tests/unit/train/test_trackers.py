@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from run_cases import ALONE, LAYERS
 
 from swinv2_moe.config import flatten
 from swinv2_moe.errors import UserError
@@ -18,8 +19,7 @@ from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.tracker_services import check_tracker
 from swinv2_moe.train.trackers import Background, open_trackers, tagged
 
-ALONE = World(0, 1, torch.device("cpu"))
-LAYER = "layers.1.blocks.0.mlp.moe"
+LAYER = LAYERS[0]
 
 
 @pytest.fixture
@@ -204,17 +204,19 @@ def test_without_the_package(name, module, package, tmp_path, make_config, monke
 
 
 @pytest.mark.parametrize("failing", ["__init__", "config", "scalars", "close"])
-def test_a_service_that_fails_ends_no_run(
-    failing, service, tmp_path, make_config, monkeypatch, capsys
-):
+def test_a_service_that_fails_ends_no_run(failing, service, tmp_path, capsys):
     service([failing])
-    monkeypatch.setattr(run_module, "check_tracker", lambda name: None)
-    config = make_config(tmp_path / "run", {"TRACKER": "mlflow", "TRAIN.MAX_STEPS": 1})
-    assert train(config)["steps"] == 1
+    recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
+    recorder.config("SEED: 1")
+    for step in (1, 2):
+        recorder.step({"step": step, "epoch": 1, "loss": 1.0}, {})
+    recorder.summary({})
+    recorder.close()
     said = capsys.readouterr()
     line = f"TRACKER mlflow: ConnectionError: no answer to {failing} whatsoever; the run goes on"
     assert said.out.count("ConnectionError") == said.out.count(line) == 1
     assert not said.err
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_other_records_go_on(service, tmp_path, capsys):
