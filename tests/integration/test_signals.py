@@ -20,14 +20,13 @@ from kill_and_resume import (
     Gate,
     Ranks,
     saves_under_way,
-    slow_disk,
     steps,
     uninterrupted,
     write_digits,
 )
 
 from swinv2_moe.command import resume_command
-from swinv2_moe.train import evaluation
+from swinv2_moe.train import evaluation, saver
 from swinv2_moe.train import run as run_module
 from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 
@@ -175,16 +174,30 @@ def test_a_signal_in_the_last_validation(data, tmp_path):
     assert json.loads((run / "summary.json").read_text())["val_top1"] == epochs(run)[0]["val_top1"]
 
 
+def hold_saves(first: Gate, second: Gate) -> None:
+    gates, write_meta = [first, second], saver.write_meta
+
+    def wait_and_write(*args):
+        if gates:
+            gates.pop(0).wait_here()
+        return write_meta(*args)
+
+    saver.write_meta = wait_and_write
+
+
 def test_signals_while_saves_are_under_way(data, whole, tmp_path):
-    """One during a save, another at once, one more during the save that the first brought about."""
-    run = tmp_path / "run"
-    ranks = Ranks(1, data, run, "CHECKPOINT.STEPS 2", prepare=partial(slow_disk, 0.03))
-    ranks.wait_for(lambda: saves_under_way(run))
-    ranks.signal(signal.SIGTERM)
-    ranks.signal(signal.SIGUSR1)
-    first = saves_under_way(run)
-    ranks.wait_for(lambda: saves_under_way(run) - first)
-    ranks.signal(signal.SIGTERM)
+    """Two during a save, one more during the save that the first brought about."""
+    run, gates = tmp_path / "run", [Gate(tmp_path / "first"), Gate(tmp_path / "second")]
+    for gate in gates:
+        gate.directory.mkdir()
+    ranks = Ranks(1, data, run, "CHECKPOINT.STEPS 2", prepare=partial(hold_saves, *gates))
+    for gate, numbers in zip(
+        gates, ([signal.SIGTERM, signal.SIGUSR1], [signal.SIGTERM]), strict=True
+    ):
+        ranks.wait_for(gate.reached.exists)
+        for number in numbers:
+            ranks.signal(number)
+        gate.opened.touch()
     stopped_at(ranks.wait(), run)
     goes_on(1, data, run, whole(1))
 
