@@ -277,16 +277,3 @@ def test_weight_gradients_are_the_op_s_own_memory(monkeypatch):
     monkeypatch.setattr(ffn_cpp, "empty", spy)
     experts(ROWS, OFFSETS).sum().backward()
     assert all(parameter.grad.data_ptr() in places for parameter in experts.parameters())
-
-
-def test_a_pass_that_learns_takes_no_packed_weights():
-    torch.manual_seed(0)
-    experts = Experts(MoEConfig(64, 96, 2)).eval().requires_grad_(False)
-    rows = torch.randn(9, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.autograd.grad(experts(rows, OFFSETS).sum(), rows)
-        with prepared(experts):
-            with torch.no_grad():
-                experts(rows, OFFSETS)
-            found = torch.autograd.grad(experts(rows, OFFSETS).sum(), rows)
-    torch.testing.assert_close(found, expected)
