@@ -11,15 +11,9 @@ from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE
 
 # 16 px in patches of 2: maps of 8, 4 and 2; windows of 4, shifted in every second block of the
 # first stages.
-NANO = {
-    "img_size": 16,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": (2, 2, 1),
-    "num_heads": (2, 2, 4),
-    "window_size": 4,
-}
-NANO |= {"num_classes": 5, "pretrained_window_sizes": (0, 0, 0), "drop_path_rate": 0.0}
+NANO = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": (2, 2, 1)}
+NANO |= {"num_heads": (2, 2, 4), "window_size": 4, "num_classes": 5, "drop_path_rate": 0.0}
+NANO |= {"pretrained_window_sizes": (0, 0, 0)}
 MOE_BLOCKS = ((), (1,), (0,))
 
 
@@ -27,18 +21,9 @@ def _randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-            )
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.3 * values)
     return model
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -7,17 +7,8 @@ import torch
 from moe_core import moe_layers
 from swinv2_moe.models import SwinTransformerV2MoE
 
-SWIN = {
-    "img_size": 16,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
-    "window_size": 4,
-    "num_classes": 10,
-    "num_experts": 4,
-    "moe_blocks": ((1,), (1,)),
-}
+SWIN = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN |= {"window_size": 4, "num_classes": 10, "num_experts": 4, "moe_blocks": ((1,), (1,))}
 
 
 def make_model(**options) -> SwinTransformerV2MoE:
@@ -65,18 +56,12 @@ def test_a_capacity_over_the_batch_makes_logits_depend_on_it(options, randomize)
     assert (alone - together).abs().max() > 1e-3
 
 
-def test_soft_routing_has_as_many_slots_as_tokens():
+def test_slots_and_hidden_units():
     model = make_model(moe={"router": "soft"})
     slots = [layer.config.slots_per_expert for layer in moe_layers(model).values()]
-    assert slots == [8 * 8 // 4, 4 * 4 // 4]  # tokens of an image in each stage
-
-
-def test_a_number_of_slots_that_is_given():
+    assert slots == [8 * 8 // 4, 4 * 4 // 4]  # as many as an image has tokens in each stage
     model = make_model(moe={"router": "soft", "slots_per_expert": 3})
     assert [layer.config.slots_per_expert for layer in moe_layers(model).values()] == [3, 3]
-
-
-def test_hidden_ratio():
     model = make_model(hidden_ratio=0.5)
     hidden = [layer.experts.w1.shape[1] for layer in moe_layers(model).values()]
     assert hidden == [4 * 16 // 2, 4 * 32 // 2]

@@ -10,17 +10,8 @@ from moe_core import moe_layers
 from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE
 from swinv2_moe.models.padding import mask_blocks, stage_maps
 
-SWIN = {
-    "img_size": 16,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
-    "window_size": 4,
-    "num_classes": 10,
-    "num_experts": 4,
-    "moe_blocks": ((1,), (1,)),
-}
+SWIN = {"img_size": 16, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN |= {"window_size": 4, "num_classes": 10, "num_experts": 4, "moe_blocks": ((1,), (1,))}
 
 
 def make_model(model_type=SwinTransformerV2MoE, **options) -> nn.Module:
@@ -28,27 +19,22 @@ def make_model(model_type=SwinTransformerV2MoE, **options) -> nn.Module:
     return model_type(**SWIN | options)
 
 
-@pytest.mark.parametrize("position", ["before_gate", "pre"])
-def test_the_state_has_the_same_names(position):
-    assert make_model(moe_norm=position).state_dict().keys() == make_model().state_dict().keys()
-
-
-def test_norms_start_where_their_place_needs_it():
-    weights = {}
-    for position in ("post", "before_gate", "pre"):
-        block = make_model(moe_norm=position).layers[0].blocks[1]
-        weights[position] = block.norm2.weight.unique().tolist()
-    assert weights == {"post": [0.0], "before_gate": [0.0], "pre": [1.0]}
+def test_names_are_those_of_post_and_norms_start_where_their_place_needs_it():
+    names = make_model().state_dict().keys()
+    for position, start in (("post", 0.0), ("before_gate", 0.0), ("pre", 1.0)):
+        model = make_model(moe_norm=position)
+        assert model.state_dict().keys() == names
+        assert model.layers[0].blocks[1].norm2.weight.unique().tolist() == [start]
 
 
 @pytest.mark.parametrize("position", ["before_gate", "pre"])
 def test_blocks_differ_only_in_the_place_of_the_norm(position):
     """Computed by hand for one block, on random weights."""
-    model = make_model(moe_norm=position).eval()
+    model = make_model(moe_norm=position).eval().double()
     block = model.layers[0].blocks[1]
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(2, 8, 8, 16)
+    x = torch.randn(2, 8, 8, 16, dtype=torch.float64)
     with torch.no_grad():
         y = block(x)
         x = x + block.norm1(block._attn(x))
@@ -63,11 +49,11 @@ def test_blocks_differ_only_in_the_place_of_the_norm(position):
 @pytest.mark.parametrize("position", ["post", "before_gate", "pre"])
 def test_masked_blocks_equal_the_model(position):
     """Detection's form of the blocks, on images that fill the canvas."""
-    model = make_model(moe_norm=position, always_partition=True).eval()
+    model = make_model(moe_norm=position, always_partition=True).eval().double()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.normal_(parameter, std=0.3)
-    images = torch.randn(2, 3, 16, 16)
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
         expected = model.layers(model.patch_embed(images))
         *_, (y, _) = stage_maps(mask_blocks(model), images)
@@ -84,21 +70,16 @@ def test_gradients_of_the_task_reach_the_router():
         assert layer.router.weight.grad.norm() > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_refused():
+    for options, line in (
         ({"moe_norm": "middle"}, "moe_norm ('middle') must be one of post, before_gate, pre"),
         (
             {"moe_norm": "before_gate", "moe": {"router": "soft"}},
             "moe_norm ('before_gate') needs tokens that choose experts, not router 'soft'",
         ),
-    ],
-)
-def test_refused(options, line):
-    with pytest.raises(ValueError, match=re.escape(line)):
-        make_model(**options)
-
-
-def test_the_released_form_has_its_norm_before_the_experts():
+    ):
+        with pytest.raises(ValueError, match=re.escape(line)):
+            make_model(**options)
+    # the released form has its norm before the experts
     with pytest.raises(ValueError, match="must be 'post' for SwinTransformerMoE"):
         make_model(SwinTransformerMoE, moe_norm="pre")

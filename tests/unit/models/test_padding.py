@@ -9,15 +9,9 @@ from moe_core import moe_layers
 from swinv2_moe.models import SwinTransformerMoE, SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import mask_blocks, stage_maps
 
-SMALL = {
-    "img_size": 64,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
-    "window_size": 4,
-    "num_classes": 0,
-}
-SMALL |= {"always_partition": True, "dynamic_img_size": True, "drop_path_rate": 0.0}
+SMALL = {"img_size": 64, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+SMALL |= {"num_classes": 0, "always_partition": True, "dynamic_img_size": True}
+SMALL |= {"drop_path_rate": 0.0}
 MOE = {"num_experts": 4, "moe_blocks": ((1,), (1,))}
 FORMS = [SwinTransformerV2MoE, SwinTransformerMoE]
 
@@ -33,17 +27,16 @@ def random_norms(model: nn.Module) -> nn.Module:
 
 def make(form=SwinTransformerV2MoE, **kwargs) -> SwinTransformerV2MoE:
     torch.manual_seed(0)
-    return mask_blocks(random_norms(form(**SMALL | MOE | kwargs)))
+    return mask_blocks(random_norms(form(**SMALL | MOE | kwargs))).double()
 
 
 def image(height: int, width: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 3, height, width, generator=generator, dtype=torch.float64)
 
 
-def on_canvas(
-    images: list[torch.Tensor], height: int, width: int, fill: float = 7.0
-) -> torch.Tensor:
-    canvas = torch.full((len(images), 3, height, width), fill)
+def on_canvas(images: list[torch.Tensor], height: int, width: int) -> torch.Tensor:
+    canvas = torch.full((len(images), 3, height, width), 7.0, dtype=torch.float64)
     for place, one in zip(canvas, images, strict=True):
         place[:, : one.shape[2], : one.shape[3]] = one[0]
     return canvas
@@ -56,16 +49,16 @@ def features(model, images, sizes=None, **kwargs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [(64, 64), (32, 96)])
 def test_equals_timm_where_windows_fit(size):
     torch.manual_seed(0)
-    timms = random_norms(SwinTransformerV2(**SMALL)).eval()
+    timms = random_norms(SwinTransformerV2(**SMALL)).eval().double()
     ours = make(num_experts=0).eval()
     ours.load_state_dict(timms.state_dict())
     expected = timms.forward_intermediates(image(*size), intermediates_only=True)
     for found, wanted in zip(features(ours, image(*size)), expected, strict=True):
-        torch.testing.assert_close(found.permute(0, 3, 1, 2), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.permute(0, 3, 1, 2), wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", [(136, 200), (32, 64), (33, 19), (4, 4), (64, 64)])
+@pytest.mark.parametrize("size", [(72, 104), (33, 19), (4, 4), (64, 64)])
 def test_padding_changes_nothing(form, size):
     """Alone on a canvas of its size, and beside a larger image on larger ones: equal features, loss
     and loads."""
@@ -81,14 +74,12 @@ def test_padding_changes_nothing(form, size):
         padded = features(model, canvas, [size])
         for found, wanted in zip(padded, alone, strict=True):
             height, width = wanted.shape[1:3]
-            torch.testing.assert_close(found[:, :height, :width], wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[:, :height, :width], wanted)
             assert not found[:, height:].any()
             assert not found[:, :, width:].any()
-        torch.testing.assert_close(take_aux_loss(model), loss, rtol=1e-4, atol=1e-5)
-        assert all(
-            torch.equal(m.last_routing.counts, c)
-            for m, c in zip(moe_layers(model).values(), loads, strict=True)
-        )
+        torch.testing.assert_close(take_aux_loss(model), loss)
+        counts = [layer.last_routing.counts for layer in moe_layers(model).values()]
+        torch.testing.assert_close(counts, loads)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -100,9 +91,8 @@ def test_images_of_a_batch_do_not_see_each_other(form):
     together = features(model, on_canvas(images, 80, 96), sizes)
     for i, one in enumerate(images):
         for found, wanted in zip(together, features(model, one), strict=True):
-            torch.testing.assert_close(
-                found[i : i + 1, : wanted.shape[1], : wanted.shape[2]], wanted, rtol=1e-4, atol=1e-5
-            )
+            height, width = wanted.shape[1:3]
+            torch.testing.assert_close(found[i : i + 1, :height, :width], wanted)
 
 
 def test_unmasked_padding_would_change_it():
@@ -120,34 +110,24 @@ def test_gradients_and_loss_survive_recomputation():
         torch.manual_seed(3)
         maps = features(model, images, [(36, 44)], recompute=recompute)
         loss = sum(x.square().mean() for x in maps) + take_aux_loss(model)
-        outcomes.append(
-            [
-                loss,
-                *torch.autograd.grad(
-                    loss,
-                    [p for p in model.parameters() if p.requires_grad and p.ndim],
-                    allow_unused=True,
-                    materialize_grads=True,
-                ),
-            ]
-        )
-    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-6)
-    routers = [
-        g
-        for (n, p), g in zip(model.named_parameters(), outcomes[1][1:], strict=True)
-        if "router" in n
-    ]
+        unused = {"allow_unused": True, "materialize_grads": True}
+        gradients = torch.autograd.grad(loss, list(model.parameters()), **unused)
+        outcomes.append([loss, *gradients])
+    torch.testing.assert_close(*outcomes)
+    names = [name for name, _ in model.named_parameters()]
+    routers = [g for name, g in zip(names, gradients, strict=True) if "router" in name]
+    assert len(routers) == 2
     assert all(gradient.any() for gradient in routers)
 
 
 def test_capacity_counts_the_image_alone():
     model = make(eval_capacity_factor=1.0).eval()
     features(model, on_canvas([image(64, 64)], 256, 256), [(64, 64)])
-    counts = [int(layer.last_routing.counts.sum()) for layer in moe_layers(model).values()]
-    assert counts == [16 * 16, 8 * 8]
-    few = [layer.last_routing.dropped_share for layer in moe_layers(model).values()]
+    layers = moe_layers(model).values()
+    assert [int(layer.last_routing.counts.sum()) for layer in layers] == [16 * 16, 8 * 8]
+    few = [layer.last_routing.dropped_share for layer in layers]
     features(model, image(64, 64))
-    assert few == [layer.last_routing.dropped_share for layer in moe_layers(model).values()]
+    assert few == [layer.last_routing.dropped_share for layer in layers]
 
 
 def test_stage_names_stay():
