@@ -28,11 +28,11 @@ def make_step_without_experts(options: str) -> TrainingStep:
     return step
 
 
+KINDS = ["", "MODEL.MOE.TOP_K 2", "MODEL.MOE.BATCH_PRIORITIZED True", "MODEL.MOE.ROUTER cosine"]
+
+
 @pytest.mark.parametrize("factor", [0, 1.25])
-@pytest.mark.parametrize(
-    "options",
-    ["", "MODEL.MOE.TOP_K 2", "MODEL.MOE.BATCH_PRIORITIZED True", "MODEL.MOE.ROUTER cosine"],
-)
+@pytest.mark.parametrize("options", KINDS)
 def test_a_pass_reads_nothing_on_the_host(options, factor):
     step = make_step_without_experts(f"MODEL.MOE.EVAL_CAPACITY_FACTOR {factor} {options}")
     model = step.model.eval()
@@ -55,24 +55,18 @@ def test_a_pass_with_gradients_reads_nothing_on_the_host(factor):
     assert count_reads(forward_and_backward) == []
 
 
-@pytest.mark.parametrize(
-    ("mode", "compiled", "size", "device", "message"),
-    [
+def test_what_cannot_be_captured_is_refused():
+    for mode, compiled, size, device, message in (
         ("training", "off", 1, "cuda", "--graph .* --mode is 'training'"),
         ("inference", "on", 1, "cuda", "--graph .* --compile is 'on'"),
         ("inference", "off", 2, "cuda", "--graph needs one rank, not 2"),
         ("inference", "off", 1, "cpu", "--graph needs a GPU, the device is 'cpu'"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused(mode, compiled, size, device, message):
-    world = SimpleNamespace(size=size, device=torch.device(device))
-    with pytest.raises(UserError, match=message):
-        check_graph([mode], [compiled], world)
-
-
-def test_one_gpu_is_accepted():
-    world = SimpleNamespace(size=1, device=torch.device("cuda"))
-    check_graph(["inference"], ["off"], world)
+    ):
+        world = SimpleNamespace(size=size, device=torch.device(device))
+        with pytest.raises(UserError, match=message):
+            check_graph([mode], [compiled], world)
+    one_gpu = SimpleNamespace(size=1, device=torch.device("cuda"))
+    check_graph(["inference"], ["off"], one_gpu)
 
 
 @pytest.mark.gpu

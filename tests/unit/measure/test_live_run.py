@@ -15,10 +15,8 @@ from swinv2_moe.measure.live_picture import picture
 from swinv2_moe.measure.live_run import LiveRun
 
 LAYER = "layers.{}.blocks.0.mlp.moe"
-CONFIG = {
-    "TRAIN": {"EPOCHS": 3, "MAX_STEPS": 0, "ACCUMULATION_STEPS": 2},
-    "DATA": {"BATCH_SIZE": 8},
-}
+CONFIG = {"TRAIN": {"EPOCHS": 3, "MAX_STEPS": 0, "ACCUMULATION_STEPS": 2}}
+CONFIG |= {"DATA": {"BATCH_SIZE": 8}}
 
 
 def start(step=0, **more):
@@ -118,13 +116,12 @@ def test_unknown_environments(lines, write):
     assert "step 5" in drawn(run)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "TRAIN: [", "TRAIN: 3", "{TRAIN: {EPOCHS: 1}}", "[" * 9000, "a: \0"]
-)
-def test_a_damaged_configuration(text, write, tmp_path):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml: is not the configuration of a run"):
-        read(write(start(), logged(5)))
+def test_a_damaged_configuration(write):
+    directory = write(start(), logged(5))
+    for text in ("", "TRAIN: [", "TRAIN: 3", "{TRAIN: {EPOCHS: 1}}", "[" * 9000, "a: \0"):
+        (directory / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"config\.yaml: is not the configuration of a run"):
+            read(directory)
 
 
 def test_no_run(tmp_path):
@@ -166,15 +163,15 @@ def drawn(run, width=80, height=24):
     return console.export_text()
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40), (200, 50), (60, 16)])
 @pytest.mark.parametrize(("layers", "experts"), [(0, 0), (2, 8), (12, 8), (24, 64), (3, 300)])
-def test_pictures_fit(layers, experts, width, height, write):
+def test_pictures_fit(layers, experts, write):
     lines = [logged(step, layers, experts) for step in range(1, 31)]
     run = read(write(start(), *lines[:10], epoch(1), *lines[10:], epoch(2)))
-    text = drawn(run, width, height).splitlines()
-    assert len(text) == height
-    assert max(map(len, text)) <= width
-    assert all(line.endswith(("╮", "│", "╯")) for line in text)
+    for width, height in ((80, 24), (140, 40), (200, 50), (60, 16)):
+        text = drawn(run, width, height).splitlines()
+        assert len(text) == height
+        assert max(map(len, text)) <= width
+        assert all(line.endswith(("╮", "│", "╯")) for line in text)
 
 
 def test_what_a_picture_shows(write):

@@ -52,11 +52,8 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, colum
     assert traffic(lambda: a.view(-1)[1:].unsqueeze(0).detach()) == 0
     assert traffic(lambda: torch.empty_like(a)) == 0
     shaped = (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like)
-    shaped += (
-        lambda t: torch.full_like(t, 2.0),
-        lambda t: t.new_zeros(t.shape),
-        lambda t: t.new_ones(t.shape),
-    )
+    shaped += (lambda t: torch.full_like(t, 2.0),)
+    shaped += (lambda t: t.new_zeros(t.shape), lambda t: t.new_ones(t.shape))
     assert [traffic(lambda make=make: make(a)) for make in shaped] == [size] * len(shaped)
     assert traffic(lambda: a.bernoulli_(0.5)) == size
     assert traffic(lambda: a.t().contiguous().view(-1)) == (0 if 1 in (rows, columns) else 2 * size)
@@ -65,11 +62,8 @@ def test_an_operator_reads_what_it_is_given_and_writes_what_it_makes(rows, colum
 
 def test_a_linear_layer_forward_and_backward():
     batch, width, out = 7, 5, 3
-    layer, x, grad = (
-        torch.nn.Linear(width, out),
-        torch.zeros(batch, width, requires_grad=True),
-        torch.zeros(batch, out),
-    )
+    layer, grad = torch.nn.Linear(width, out), torch.zeros(batch, out)
+    x = torch.zeros(batch, width, requires_grad=True)
     task = counted(lambda: torch.autograd.grad(layer(x.view_as(x)), [x, *layer.parameters()], grad))
     inputs, weights, outputs, bias = batch * width, width * out, batch * out, out
     forward = inputs + weights + bias + outputs
@@ -116,14 +110,10 @@ def test_what_a_forward_pass_gives_to_the_layers(step, batch, watched):
         (32 * 16, 32, 128, 4),
         (32 * 4, 64, 256, 4),
     ]  # 8 px of 16, 2 px patches, merged once, twice
-    assert [operator._schema.name.split("::")[1] for operator, _ in moves] == 2 * [
-        "dispatch_rows",
-        "combine_rows",
-    ]
-    assert [(len(c.rows), int(c.offsets[-1])) for call in calls for c in call.chunks] == [
-        (512, 512),
-        (128, 128),
-    ]
+    operators = [operator._schema.name.split("::")[1] for operator, _ in moves]
+    assert operators == ["dispatch_rows", "combine_rows"] * 2
+    chunks = [chunk for call in calls for chunk in call.chunks]
+    assert [(len(c.rows), int(c.offsets[-1])) for c in chunks] == [(512, 512), (128, 128)]
     assert not any(layer._forward_pre_hooks for layer in moe_layers(step.model).values())
 
 
@@ -254,6 +244,11 @@ def peaks(run: str = "r") -> dict[str, Peak]:
     }
 
 
+def saving() -> Phase:
+    disk = Peak("writing", 1e6, Times([100], "s"))
+    return Phase(Work(disk=1e6), Times([500], "s"), {"disk": disk})
+
+
 def test_a_phase_is_bounded_by_what_takes_longest():
     assert peaks()["flops"].rate == 1e12
     compute = Phase(Work(flops=5e9, memory=1e6), Times([10, 10, 10], "r"), peaks())
@@ -275,9 +270,7 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
         "data": Phase(Work(memory=1e6), Times([50, 50, 50], "r"), peaks()),
         "trunk": Phase(work, Times([60, 60, 50], "r"), peaks()),
         "optimiser": Phase(work, Times([30, 20, 30], "r"), peaks()),
-        "checkpoint": Phase(
-            Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}
-        ),
+        "checkpoint": saving(),
     }
     whole = Roofline("a title", "a machine", found, peaks(), Times([100, 100, 80], "r"), 0.1, 2)
     assert whole.accounted() == [0.9, 0.8, 1.0]
@@ -290,25 +283,17 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
 
 def test_a_figure_shows_the_shares(monkeypatch):
     work, figures = Work(flops=1e9, memory=1e6), []
-    found = {
-        "trunk": Phase(work, Times([4, 4, 4], "r"), peaks()),
-        "checkpoint": Phase(
-            Work(disk=1e6), Times([500], "s"), {"disk": Peak("writing", 1e6, Times([100], "s"))}
-        ),
-    }
-    whole = Roofline(
-        "16 images of /data/$x_$", "a machine", found, peaks(), Times([8, 8, 8], "r"), 0.1, 2
-    )
+    found = {"trunk": Phase(work, Times([4, 4, 4], "r"), peaks()), "checkpoint": saving()}
+    title, step = "16 images of /data/$x_$", Times([8, 8, 8], "r")
+    whole = Roofline(title, "a machine", found, peaks(), step, 0.1, 2)
     monkeypatch.setattr(roofline_figure, "save_png", lambda figure, path: figures.append(figure))
     draw(whole, Path("r.png"))
     roof, bars = figures[0].axes
     # from below: step, then roof
     assert [bar.get_width() for bar in bars.patches] == pytest.approx([0, 50, 20, 25])
     assert [text.get_text() for text in bars.texts] == ["", "50.0%", "20.0%", "25.0%"]
-    assert [label.get_text() for label in bars.get_yticklabels()] == [
-        "checkpoint\n(disk)",
-        "trunk\n(flops)",
-    ]
+    labels = [label.get_text() for label in bars.get_yticklabels()]
+    assert labels == ["checkpoint\n(disk)", "trunk\n(flops)"]
     (point,) = [line for line in roof.lines if line.get_marker() == "o"]
     assert point.get_xydata().tolist() == [[1000, 250]]  # FLOP a byte, GFLOP/s
 
@@ -317,38 +302,31 @@ def test_a_figure_shows_the_shares(monkeypatch):
 
 
 def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        f"BASE: [{QUICKSTART}]\nTRAIN: {{ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}}\nAUG: {{MIXUP:"
-        f" 0.5}}\n"
-    )
+    keys = "TRAIN: {ACCUMULATION_STEPS: 4, EMA_DECAY: 0.9}\nAUG: {MIXUP: 0.5}\n"
+    (tmp_path / "mine.yaml").write_text(f"BASE: [{QUICKSTART}]\n{keys}")
     config = repeatable_step(tmp_path / "mine.yaml", ["AUG.CUTMIX", "0"], None, None)
     assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("opts", "message"),
-    [
-        (
-            "TRAIN.ACCUMULATION_STEPS 4",
-            "--opts TRAIN.ACCUMULATION_STEPS is 4, but what is measured has 1",
-        ),
-        ("TRAIN.EMA_DECAY 0.9", "--opts TRAIN.EMA_DECAY is 0.9, but what is measured has 0.0"),
-        ("PRINT_FREQ 5 AUG.MIXUP 0.5", "--opts AUG.MIXUP is 0.5, but what is measured has 0.0"),
-        ("DATA.BATCH_SIZE 8", "--opts DATA.BATCH_SIZE is 8, but --batch-size decides"),
-    ],
-)
-def test_opts_that_would_be_ignored(opts, message):
-    with pytest.raises(UserError) as error:
-        repeatable_step(QUICKSTART, opts.split(), None, 4)
-    assert str(error.value) == message
+def test_opts_that_would_be_ignored():
+    for opts, message in (
+        ("TRAIN.ACCUMULATION_STEPS 4", "ACCUMULATION_STEPS is 4, but what is measured has 1"),
+        ("TRAIN.EMA_DECAY 0.9", "EMA_DECAY is 0.9, but what is measured has 0.0"),
+        ("PRINT_FREQ 5 AUG.MIXUP 0.5", "MIXUP is 0.5, but what is measured has 0.0"),
+        ("DATA.BATCH_SIZE 8", "BATCH_SIZE is 8, but --batch-size decides"),
+    ):
+        section = opts.split()[-2].split(".")[0]
+        with pytest.raises(UserError) as error:
+            repeatable_step(QUICKSTART, opts.split(), None, 4)
+        assert str(error.value) == f"--opts {section}.{message}"
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_an_optimiser_that_is_not_counted(name):
-    with pytest.raises(UserError) as error:
-        repeatable_step(QUICKSTART, ["TRAIN.OPTIMIZER.NAME", name], None, None)
-    assert str(error.value).startswith(f"TRAIN.OPTIMIZER.NAME is '{name}': ")
-    assert str(error.value).endswith("allowed here: adamw, sgd")
+def test_an_optimiser_that_is_not_counted():
+    for name in ("lamb", "lars"):
+        with pytest.raises(UserError) as error:
+            repeatable_step(QUICKSTART, ["TRAIN.OPTIMIZER.NAME", name], None, None)
+        assert str(error.value).startswith(f"TRAIN.OPTIMIZER.NAME is '{name}': ")
+        assert str(error.value).endswith("allowed here: adamw, sgd")
     assert tuple(phases._UPDATE) == COUNTED_OPTIMIZERS
 
 
