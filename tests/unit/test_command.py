@@ -62,25 +62,14 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
         train.main()
 
 
-@pytest.mark.parametrize(
-    ("argv", "orig_argv", "line"),
-    [
-        (
-            ["../tools/train.py"],
-            [".venv/bin/python", "../tools/train.py"],
-            ".venv/bin/python ../tools/few_shot.py 'a b'",
-        ),
-        (
-            ["swinv2-moe train"],
-            ["python3", "-m", "swinv2_moe", "train"],
-            "python3 -m swinv2_moe few-shot 'a b'",
-        ),
-    ],
-)
-def test_a_next_line_is_started_as_this_process_was(argv, orig_argv, line, monkeypatch):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", orig_argv)
-    assert next_line("few-shot", Path("a b")) == line
+def test_a_next_line_is_started_as_this_process_was(monkeypatch):
+    for name, started, line in (
+        ("../tools/train.py", ".venv/bin/python ../tools/train.py", "../tools/few_shot.py"),
+        ("swinv2-moe train", "python3 -m swinv2_moe train", "-m swinv2_moe few-shot"),
+    ):
+        monkeypatch.setattr(sys, "argv", [name])
+        monkeypatch.setattr(sys, "orig_argv", started.split())
+        assert next_line("few-shot", Path("a b")) == f"{started.split()[0]} {line} 'a b'"
 
 
 def test_a_program_beside_python_is_named_so_that_the_shell_finds_it(tmp_path, monkeypatch):

@@ -274,7 +274,7 @@ def test_files_that_share_a_base_give_what_they_gave_one_after_the_other(tmp_pat
     assert (config.SEED, config.PRINT_FREQ, config.SAVE_FREQ, config.TRAIN.EPOCHS) == (1, 3, 2, 12)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_base_that_is_named_twice_at_each_level_is_read_once(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(
@@ -297,7 +297,7 @@ def test_the_number_of_base_files_is_bounded(tmp_path):
     assert "BASE has 33 entries, at most 32 are allowed" in fails(file=many)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "content", [{"BASE": ["/dev/zero"]}, {"BASE": ["pipe"]}, {"BASE": ["large.yaml"]}]
 )

@@ -110,28 +110,14 @@ def test_published_recipe(file):
     drop_path = 0.2 if "small" in stem or "dense" in stem else 0.3
     found = (moe.NUM_EXPERTS, config.MODEL.DROP_PATH_RATE, moe.ROUTER)
     assert found == (experts, drop_path, "cosine" if "cosine" in stem else "linear")
-    assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE, moe.BATCH_PRIORITIZED) == (
-        1,
-        1.25,
-        1.0,
-        True,
-    )
-    assert (moe.NORMALIZE_GATES, moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (
-        False,
-        0.01,
-        0.1,
-        0.005,
-    )
-    assert (train.EPOCHS, train.WARMUP_EPOCHS, train.WEIGHT_DECAY, train.CLIP_GRAD) == (
-        90,
-        10,
-        0.1,
-        3.0,
-    )
+    assert (moe.TOP_K, moe.CAPACITY_FACTOR, moe.GATE_NOISE) == (1, 1.25, 1.0)
+    assert (moe.BATCH_PRIORITIZED, moe.NORMALIZE_GATES) == (True, False)
+    assert (moe.AUX_LOSS_WEIGHT, moe.HIDDEN_DROPOUT, moe.INIT_STD) == (0.01, 0.1, 0.005)
+    assert (train.EPOCHS, train.WARMUP_EPOCHS) == (90, 10)
+    assert (train.WEIGHT_DECAY, train.CLIP_GRAD) == (0.1, 3.0)
     assert (train.BASE_LR, train.WARMUP_LR, train.MIN_LR) == (1.25e-4, 1.25e-7, 1.25e-6)
     assert (aug.AUTO_AUGMENT, aug.COLOR_JITTER, aug.REPROB) == ("rand-m9-mstd0.5-inc1", 0.4, 0.25)
     assert (aug.MIXUP, aug.CUTMIX, config.MODEL.LABEL_SMOOTHING) == (0.8, 1.0, 0.1)
-    gpus = math.prod(
-        int(n) for n in re.findall(r"--(?:nnodes|nproc_per_node) (\d+)", file.read_text())
-    )
+    counts = re.findall(r"--(?:nnodes|nproc_per_node) (\d+)", file.read_text())
+    gpus = math.prod(map(int, counts))
     assert gpus * config.DATA.BATCH_SIZE * train.ACCUMULATION_STEPS == 4096

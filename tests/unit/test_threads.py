@@ -18,7 +18,8 @@ def chosen(monkeypatch, tmp_path, capsys):
 
     def choose(idle=None, quota=None, **environment):
         for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # or a missing name would keep the choice after the test
+            monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delitem(sys.modules, "torch", raising=False)

@@ -40,7 +40,7 @@ def test_results_as_they_should_be(run) -> None:
     assert "5.00M" in done.out
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "content", ["null", "[1]", "{", "[" * 100_000, "1" * 5000, "{}", "pipe", None]
 )
