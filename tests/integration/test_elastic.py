@@ -20,7 +20,7 @@ from kill_and_resume import ROOT, SMALL, steps, uninterrupted, write_digits
 
 from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, LATE = 150, 300  # of a run; of one that another agent is to join, which takes a while
 # A small learning rate: rounding errors, which depend on the number of ranks, must not grow over so
@@ -62,13 +62,13 @@ class Agents:
         self.agents.append(agent)
         return agent
 
-    def wait_for(self, step: int, seconds: float = 60) -> None:
+    def wait_for(self, step: int, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while max(dict(steps(self.run)), default=0) < step:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.02)
 
-    def wait(self, seconds: float = 90) -> list[int]:
+    def wait(self, seconds: float = 300) -> list[int]:
         deadline = time.monotonic() + seconds
         return [agent.wait(max(0.1, deadline - time.monotonic())) for agent in self.agents]
 
