@@ -63,9 +63,10 @@ def test_weight_decay_of_experts(make_trainer, weight_decay):
 def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     keys = {"TRAIN.EPOCHS": 6, "TRAIN.WARMUP_EPOCHS": 2, "TRAIN.BASE_LR": 4e-3}
     keys |= {"TRAIN.WARMUP_LR": 4e-5, "TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5}
-    config = train_config(make_config(tmp_path, keys | {"DATA.BATCH_SIZE": 128}))
+    keys["TRAIN.ACCUMULATION_STEPS"] = 2
+    config = train_config(make_config(tmp_path, keys | {"DATA.BATCH_SIZE": 64}))
     rate = scaled_learning_rate(config, config.base_lr, world_size=2)
-    assert rate == pytest.approx(4e-3 * 2 * 128 / 512)
+    assert rate == pytest.approx(4e-3 * 2 * 2 * 64 / 512)
     optimizer = build_optimizer(config, make_trainer().step.model, rate)
     schedule = build_schedule(config, optimizer, steps_per_epoch=10, world_size=2)
 
