@@ -149,10 +149,8 @@ def a_rank_stays_away(rank: int, directory: Path) -> None:
     group = ChannelGroup(world(), 64, timedelta(seconds=0.5), ranks_per_node=1)
     meet(directory / "made", rank)
     if rank == 0:
-        start = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 0 got no signal from rank 1.*out|Timed"):
             group.channel(1).wait()
-        assert time.monotonic() - start < 20
         with pytest.raises(CollectiveError, match="out of step"):
             group.channel(1).signal()
     meet(directory / "waited", rank)

@@ -12,7 +12,7 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import make_data, tiny_config
 
-CLIP, STEPS = 0.5, 20
+CLIP, STEPS = 0.5, 8
 
 
 def config_of(data: Path, work_dir: Path, expert_parallel: bool):

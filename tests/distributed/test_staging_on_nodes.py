@@ -1,9 +1,9 @@
 """Staging on several nodes: each process is a node with a directory of its own."""
 
+import functools
 import os
 import random
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from gloo_processes import patches
+from gloo_processes import Processes, patches
 
 from moe_core.parallel import Ranks
+from swinv2_moe.commands import run
 from swinv2_moe.data.prepare import shard_exchange, transfer_bar
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.prepare.shard_exchange import Exchange
@@ -193,26 +194,22 @@ def test_one_node_that_is_stopped_stops_all(run_processes, made, tmp_path):
     run_processes(stop_on_one, 2, made, tmp_path / "local")
 
 
-def test_under_torchrun(made, tmp_path):
-    root = Path(__file__).parents[2]
-    # each process takes its own directory, as each node has its own disk
-    program = tmp_path / "stage.py"
-    program.write_text(
-        "import os, sys\n"
-        "os.environ['LOCAL_WORLD_SIZE'] = sys.argv.pop()\n"
-        "sys.argv[2] += os.environ['RANK']\n"
-        "from swinv2_moe.commands import run\n"
-        "run('stage')\n"
-    )
-    for per_node, code in (("1", 0), ("2", 1)):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2"]
-        command += [str(program), str(made), str(tmp_path / "local"), per_node]
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == code, done.stderr
-        if code:
-            assert "--nproc-per-node is 2: stage runs once on each node, take 1" in done.stderr
-        else:
-            assert done.stdout.count(f"of them from {made}") == 2
-            assert content(tmp_path / "local1") == content(made)
+def stage_command(made: Path, locals_: Path, per_node: str) -> None:
+    """Each process takes its own directory, as each node has its own disk."""
+    os.environ["LOCAL_WORLD_SIZE"] = per_node
+    sys.argv = ["stage", str(made), str(locals_ / os.environ["RANK"])]
+    run("stage")
+
+
+@pytest.mark.parametrize("per_node", ["1", "2"])
+def test_the_command(made, tmp_path, per_node):
+    function = functools.partial(stage_command, made, tmp_path / "local", per_node)
+    outcomes = Processes(2, tmp_path, function).wait()
+    if per_node == "2":
+        assert [outcome.status for outcome in outcomes] == [2, 2]
+        message = "--nproc-per-node is 2: stage runs once on each node, take 1"
+        assert any(message in outcome.err for outcome in outcomes)
+        return
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert all(f"of them from {made}" in outcome.out for outcome in outcomes)
+    assert content(tmp_path / "local" / "1") == content(made)
