@@ -8,7 +8,8 @@
 - Functions and files stay short enough to read at once (CONTRIBUTING.md).
 - What others name leaves `swinv2_moe` through `swinv2_moe.output` and `swinv2_moe.tables`, which
   escape it.
-- Each file of tests says in its first line what it guards.
+- Each file of tests says in its first line what it guards, and no test demands that something is
+  quick: a busy machine takes any time.
 """
 
 import ast
@@ -49,6 +50,8 @@ KNOWN = {
 
 # Modules that may print: the exits themselves, and one that prints a constant.
 PRINTING = {"output.py", "tables.py", "interrupt.py"}
+
+CLOCKS = ("monotonic()", "perf_counter()", "process_time()", "time.time()")
 
 OURS = ("moe_core", "swinv2_moe", "tools")
 # The packages that moe_core may import, besides the standard library; moe_core.compat.NAME also
@@ -245,8 +248,10 @@ def problems_of(file: Path, folder: str) -> list[str]:
         problems += lengths(tree, source)
     if folder == "swinv2_moe" and file.name not in PRINTING:
         problems += other_exits(tree)
-    if folder == "tests" and not ast.get_docstring(tree):
-        problems.append("does not say in its first line what it guards")
+    if folder == "tests":
+        problems += upper_bounds_of_time(tree)
+        if not ast.get_docstring(tree):
+            problems.append("does not say in its first line what it guards")
     return problems
 
 
@@ -275,6 +280,17 @@ def other_exits(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno} writes to a stream"
         if isinstance(called, ast.Name) and called.id == "print":
             yield f"line {node.lineno} prints"
+
+
+def upper_bounds_of_time(tree: ast.Module) -> Iterator[str]:
+    """`assert time.monotonic() - started < 5`, with any clock."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+            passed = node.test.left
+            is_bound = isinstance(node.test.ops[0], ast.Lt | ast.LtE)
+            is_span = isinstance(passed, ast.BinOp) and isinstance(passed.op, ast.Sub)
+            if is_bound and is_span and ast.unparse(passed.left).endswith(CLOCKS):
+                yield f"line {node.lineno} demands that something is quick"
 
 
 def private_names(tree: ast.Module) -> set[str]:

@@ -9,6 +9,7 @@ from lint import (
     lengths,
     other_exits,
     private_names,
+    upper_bounds_of_time,
     violations,
 )
 
@@ -47,6 +48,13 @@ def test_leaves_other_names_alone():
 )
 def test_finds_other_exits(source):
     assert list(other_exits(ast.parse(source)))
+
+
+def test_finds_upper_bounds_of_time():
+    lines = ["assert time.monotonic() - start < 5", "assert monotonic() - start <= 5"]
+    lines += ["assert monotonic() - start >= 5", "assert time.monotonic() < deadline"]
+    found = list(upper_bounds_of_time(ast.parse("\n".join(lines))))
+    assert [problem.split()[1] for problem in found] == ["1", "2"]
 
 
 def test_finds_long_functions():
