@@ -1,13 +1,11 @@
 """examples/language_model.py: it learns, ranks do not show in the losses, and bad input is one
 line."""
 
-import csv
 import re
-import subprocess
 import sys
 
 import pytest
-from gloo_processes import ROOT, run_script
+from gloo_processes import run_script
 
 EXAMPLE = "examples/language_model.py"
 TINY = ["--batch-size", "8", "--context", "16", "--layers", "2", "--dim", "16", "--heads", "2"]
@@ -109,21 +107,3 @@ def test_a_python_without_its_documentation_is_one_line(example, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(SystemExit, match="give a file by --text"):
         run_script(EXAMPLE, TINY)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_benchmark_adds_to_its_table_and_draws_it(tmp_path):
-    table, figure = tmp_path / "curves.csv", tmp_path / "curves.png"
-    for seed in ("0", "1"):
-        command = [sys.executable, "benchmarks/language_model.py", "--seeds", seed]
-        command += ["--steps", "2", "--rounds", "1", "--csv", str(table), "--figure", str(figure)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    with table.open(newline="") as content:
-        rows = list(csv.DictReader(content))
-    runs = [(row["experts"], row["seed"], row["step"]) for row in rows]
-    assert runs == [("0", "0", "2"), ("8", "0", "2"), ("0", "1", "2"), ("8", "1", "2")]
-    assert re.search(r"^8 experts: [\d.]+ \(.*\) ms a step, ratio", done.stdout, re.MULTILINE)
-    assert "| dense | 2 |" in done.stdout
-    assert figure.stat().st_size > 10_000
