@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -56,8 +57,9 @@ class Pool:
     a function changes other than by `patches` stay changed.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, calls: int | None = None) -> None:
+        """`calls`: after so many the processes end by themselves."""
+        self.directory, self.calls = directory, calls
         self.workers: list[_Worker] = []
 
     def run(
@@ -85,14 +87,14 @@ class Pool:
         """
         if not fresh and not ending:
             return self._run(function, num_processes, args, seconds, ())
-        pool = Pool(self.directory)
+        pool = Pool(self.directory, calls=1)
         results = pool._run(function, num_processes, args, seconds, ending)
         pool.close()
         return results
 
     def _run(self, function, num_processes: int, args, seconds: float, ending) -> list:
         while len(self.workers) < num_processes:
-            self.workers.append(_Worker())
+            self.workers.append(_Worker(self.calls))
         store = Path(tempfile.mkdtemp(dir=self.directory)) / "store"
         workers = self.workers[:num_processes]
         try:
@@ -131,10 +133,10 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, calls: int | None) -> None:
         context = multiprocessing.get_context("forkserver")
         self.pipe, end = context.Pipe()
-        self.process = context.Process(target=_serve, args=(end,), daemon=True)
+        self.process = context.Process(target=_serve, args=(end, calls), daemon=True)
         self.process.start()
         end.close()
 
@@ -174,12 +176,12 @@ def _collect(workers: list[_Worker], deadline: float, seconds: float, ending) ->
     return results
 
 
-def _serve(pipe) -> None:
+def _serve(pipe, calls: int | None) -> None:
     """The life of a process of the pool: it calls what comes through the pipe."""
     torch.set_num_threads(1)
     reset_signals()
     gc.freeze()  # the collections below look at what calls left, not at what was imported
-    while True:
+    for _ in itertools.count() if calls is None else range(calls):
         try:
             call = pipe.recv_bytes()
         except EOFError:
