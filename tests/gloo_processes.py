@@ -332,7 +332,19 @@ def run_script(script: str, arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+# Below the ports that systems give to connections, so that none of these takes one before a test
+# does. Each process begins elsewhere, as tests run side by side.
+_ports = itertools.count(20_000 + os.getpid() * 7 % 10_000)
+
+
 def free_port() -> int:
+    return next(filter(_is_free, _ports))
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
