@@ -105,7 +105,8 @@ def test_while_a_command_is_imported(in_foreground):
         assert (process.returncode, out, err) == (130, "", "interrupted\n"), words
 
 
-@pytest.mark.parametrize("moment", ["forking", "waiting"])
+# slow: an interrupt inside a callback that Python runs at a fork is ignored (a known fault)
+@pytest.mark.parametrize("moment", [pytest.param("forking", marks=pytest.mark.slow), "waiting"])
 def test_while_shards_are_made(moment, make_photographs, in_foreground, tmp_path):
     reached = tmp_path / "reached"
     words = ["data/make_shards.py", "--data", make_photographs(), "--output", tmp_path / "shards"]
