@@ -7,6 +7,7 @@ module imports almost nothing.
 import os
 import signal
 import sys
+import threading
 import traceback
 from types import TracebackType
 
@@ -34,4 +35,14 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     print(printable("".join(lines), keep="\n"), file=sys.stderr, end="")
 
 
+def _send_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Repeat a Ctrl-C that came in a destructor or a callback, where Python ignores exceptions."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        _unraisable_hook(ignored)
+
+
 sys.excepthook = _report
+_unraisable_hook = sys.unraisablehook
+sys.unraisablehook = _send_again

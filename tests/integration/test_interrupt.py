@@ -105,8 +105,7 @@ def test_while_a_command_is_imported(in_foreground):
         assert (process.returncode, out, err) == (130, "", "interrupted\n"), words
 
 
-# slow: an interrupt inside a callback that Python runs at a fork is ignored (a known fault)
-@pytest.mark.parametrize("moment", [pytest.param("forking", marks=pytest.mark.slow), "waiting"])
+@pytest.mark.parametrize("moment", ["forking", "waiting"])
 def test_while_shards_are_made(moment, make_photographs, in_foreground, tmp_path):
     reached = tmp_path / "reached"
     words = ["data/make_shards.py", "--data", make_photographs(), "--output", tmp_path / "shards"]
@@ -114,6 +113,37 @@ def test_while_shards_are_made(moment, make_photographs, in_foreground, tmp_path
     process = in_foreground("-c", WHILE_MAKING_SHARDS, reached, moment, *words)
     status, _, err = press_ctrl_c(process, reached)
     assert (status, err) == (130, "interrupted\n")
+
+
+def test_a_worker_that_ctrl_c_has_ended_first(make_photographs, in_foreground, tmp_path):
+    code = """
+import runpy, signal, sys
+from swinv2_moe.data.prepare import make_shards
+make_shards._Writer._add = lambda *args: signal.raise_signal(signal.SIGINT)
+sys.argv[:1] = []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    words = ["data/make_shards.py", "--data", make_photographs(), "--output", tmp_path / "shards"]
+    process = in_foreground("-c", code, *words, "--workers", "2")
+    _, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+def test_in_a_destructor_where_python_ignores_it(in_foreground):
+    code = """
+import signal, time
+import swinv2_moe.interrupt
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+Interrupted()
+time.sleep(600)
+"""
+    process = in_foreground("-c", code)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, err) == (130, "interrupted\n")
 
 
 @pytest.fixture

@@ -197,7 +197,12 @@ def _work(
 def _results(
     processes: dict[Connection, multiprocessing.Process], show: Callable[[], None]
 ) -> Iterator[dict]:
-    """Yield the summaries that the processes send, until each has sent None."""
+    """Yield the summaries that the processes send, until each has sent None.
+
+    Raises:
+        UserError: a job raised it, or a process was killed.
+        KeyboardInterrupt: Ctrl-C has ended a process.
+    """
     while processes:
         for connection in wait(list(processes), timeout=0.2):
             try:
@@ -205,6 +210,8 @@ def _results(
             except EOFError:
                 process = processes[connection]
                 process.join()
+                if process.exitcode == -signal.SIGINT:  # Ctrl-C, which this process gets, too
+                    raise KeyboardInterrupt from None
                 raise UserError(
                     f"a worker ended with status {process.exitcode}; started again, the command"
                     " goes on"
