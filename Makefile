@@ -22,7 +22,7 @@ help:
 	@echo "make wheel   a wheel with the compiled kernels of all CPUs of this kind, into dist/: for machines without a compiler"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-random   the suite in another order with other random examples; the printed SEED=N repeats it"
-	@echo "make test-newest   the same with the newest torch that pyproject.toml allows, in $(NEWEST)"
+	@echo "make test-newest   as make test, with the newest torch that pyproject.toml allows, in $(NEWEST)"
 	@echo "make lint    ruff, mypy and tests/lint.py alone"
 	@echo "make setup   the environment alone, in $(VENV)"
 	@echo "make clean   remove $(VENV), $(NEWEST), caches and build leftovers; output/ and data/ stay"

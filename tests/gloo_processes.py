@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,21 @@ multiprocessing.set_forkserver_preload(_PRELOADED)
 
 # For functions of `Pool.run`: what they patch with it is undone when they return.
 patches = pytest.MonkeyPatch()
+
+
+def recorded_calls(names: Iterable[str]) -> list[str]:
+    """A list that grows with each call of these functions of torch.distributed, until `patches` are
+    undone."""
+    calls = []
+    for name in names:
+        original = getattr(dist, name)
+
+        def record(*args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        patches.setattr(dist, name, record)
+    return calls
 
 
 class RankError(RuntimeError):
@@ -334,7 +349,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 # Below the ports that systems give to connections, so that none of these takes one before a test
 # does. Each process begins elsewhere, as tests run side by side.
-_ports = itertools.count(20_000 + os.getpid() * 7 % 10_000)
+_ports = itertools.count(20_000 + os.getpid() * 997 % 10_000)
 
 
 def free_port() -> int:

@@ -227,18 +227,26 @@ ALLOWED["moe_core.parallel.cost_model"] = [
 
 
 def main() -> None:
-    problems = [" imports ".join(circle) for circle in circle_of_imports(our_modules())]
+    problems, trees = [], {}
     for folder in ("moe_core", "swinv2_moe", "tools", "data", "examples", "benchmarks", "tests"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            shown = file.relative_to(ROOT)
-            problems += [f"{shown}: {problem}" for problem in problems_of(file, folder)]
+        files = sorted((ROOT / folder).rglob("*.py"))
+        if not files:
+            problems.append(f"{folder}: has no Python files")
+        for file in files:
+            source, shown = file.read_text(), file.relative_to(ROOT)
+            tree = ast.parse(source)
+            problems += [f"{shown}: {problem}" for problem in problems_of(file, source, tree)]
+            if folder in OURS:
+                trees[file] = tree
+    circle = circle_of_imports(trees)
+    if circle:
+        problems.append(" imports ".join(circle))
     print(*problems, sep="\n", end="\n" if problems else "")
     sys.exit(bool(problems))
 
 
-def problems_of(file: Path, folder: str) -> list[str]:
-    source = file.read_text()
-    tree = ast.parse(source)
+def problems_of(file: Path, source: str, tree: ast.Module) -> list[str]:
+    folder = file.relative_to(ROOT).parts[0]
     problems = []
     for name in sorted(private_names(tree) - KNOWN):
         problems.append(f"{name} is a private name of torch")
@@ -374,21 +382,19 @@ def violations(name: str, imports: Iterator[str]) -> list[str]:
     return problems
 
 
-def our_modules() -> dict[str, Path]:
-    return {module_name(file): file for name in OURS for file in (ROOT / name).rglob("*.py")}
-
-
-def circle_of_imports(modules: dict[str, Path]) -> list[list[str]]:
-    """The first circle of modules that import each other when they are imported."""
+def circle_of_imports(trees: dict[Path, ast.Module]) -> list[str]:
+    """The first circle of modules that import each other when they are imported; [] if there is
+    none."""
+    modules = {module_name(file) for file in trees}
     graph = {}
-    for name, file in modules.items():
-        tree = ast.Module(list(_run_at_import(ast.parse(file.read_text()).body)), [])
-        imported = {_existing(dotted, modules) for dotted in imported_names(tree, file)}
-        graph[name] = imported - {name, ""}
+    for file, tree in trees.items():
+        at_import = ast.Module(list(_run_at_import(tree.body)), [])
+        imported = {_existing(dotted, modules) for dotted in imported_names(at_import, file)}
+        graph[module_name(file)] = imported - {module_name(file), ""}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        return [error.args[1]]
+        return error.args[1]
     return []
 
 
@@ -403,7 +409,7 @@ def _run_at_import(body: Iterable[ast.AST]) -> Iterator[ast.stmt]:
             yield from _run_at_import(ast.iter_child_nodes(node))
 
 
-def _existing(dotted: str, modules: dict[str, Path]) -> str:
+def _existing(dotted: str, modules: set[str]) -> str:
     """The module that a dotted name is, or is a name of."""
     parent = dotted.rpartition(".")[0]
     return next((name for name in (dotted, parent) if name in modules), "")

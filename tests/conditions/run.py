@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q"]
 PARALLEL = ["--numprocesses", "auto", "--maxprocesses", "4"]
-PARALLEL += ["--dist", "loadfile", "--no-loadscope-reorder"]
+PARALLEL += ["--dist", "loadfile", "--no-loadscope-reorder", "--randomly-seed=1"]
 NO_TESTS = 5  # pytest's exit code where all are deselected
 
 

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from channel_cases import world
 from gloo_processes import patches
 
 from moe_core.comm import memory
 from moe_core.comm.channel import ChannelGroup
-from moe_core.parallel import CollectiveError, Ranks
-
-
-def world() -> Ranks:
-    process_group = torch.distributed.group.WORLD
-    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
+from moe_core.parallel import CollectiveError
 
 
 def puts_and_signals(rank: int) -> None:

@@ -7,19 +7,14 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from channel_cases import world
 from torch import Tensor
 
 from moe_core.comm import Collectives
-from moe_core.parallel import Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 CASES = {2: 60, 4: 90, 8: 20}  # by number of ranks; five comparisons each
 ALL_CASES = 10_000 // 3 + 1
-
-
-def world() -> Ranks:
-    process_group = dist.group.WORLD
-    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

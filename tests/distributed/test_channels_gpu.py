@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from channel_cases import world
 from gloo_processes import patches
 from moe_cases import make_layer
 
@@ -24,11 +25,6 @@ from moe_core.parallel import (
     channels,
     make_expert_groups,
 )
-
-
-def world() -> Ranks:
-    process_group = dist.group.WORLD
-    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
 
 
 def share_cpu_memory(ranks: Ranks, num_bytes: int, purpose: str):

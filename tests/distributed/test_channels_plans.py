@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from channel_cases import world
 
 from moe_core.comm.plans import (
     linear_all_gather,
@@ -14,12 +15,7 @@ from moe_core.comm.plans import (
     two_level_all_to_all,
 )
 from moe_core.comm.runner import PlanRunner
-from moe_core.parallel import CollectiveError, Ranks
-
-
-def world() -> Ranks:
-    process_group = torch.distributed.group.WORLD
-    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
+from moe_core.parallel import CollectiveError
 
 
 def message(source: int, target: int, turn: int) -> torch.Tensor:

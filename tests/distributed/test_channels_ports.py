@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from channel_cases import world
 
 from moe_core.comm import ChannelGroup, Collectives, PlanRunner
 from moe_core.comm.plans import ring_all_gather, ring_reduce_scatter, two_level_all_to_all
-from moe_core.parallel import CollectiveError, Ranks
-
-
-def world() -> Ranks:
-    process_group = dist.group.WORLD
-    return Ranks(process_group, f"rank {process_group.rank()} of {process_group.size()}")
+from moe_core.parallel import CollectiveError
 
 
 def puts_and_signals(rank: int, ranks_per_node: int) -> None:

@@ -3,8 +3,7 @@
 from dataclasses import asdict
 
 import torch
-import torch.distributed as dist
-from gloo_processes import patches
+from gloo_processes import recorded_calls
 from moe_cases import make_layer
 
 from moe_core import equal_tokens
@@ -40,22 +39,8 @@ EXPECTED = {
 }
 
 
-def record_calls() -> list[str]:
-    """A list that grows with each collective of this process."""
-    calls: list[str] = []
-    for name in COLLECTIVES:
-        original = getattr(dist, name)
-
-        def record(*args, original=original, name=name, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        patches.setattr(dist, name, record)
-    return calls
-
-
 def makes_these_alone(rank: int) -> None:
-    calls = record_calls()
+    calls = recorded_calls(COLLECTIVES)
     group = make_expert_groups(2)
     group.for_torch_tools = False  # without the averages of DistributedDataParallel
     layer = make_layer(group=group, capacity_factor=1.25)
@@ -91,7 +76,7 @@ def test_a_step_makes_no_other_collective(run_processes):
 
 def agrees_on_the_tokens_alone(rank: int) -> None:
     """A layer whose strategy the tuner has decided, dropless and not."""
-    calls = record_calls()
+    calls = recorded_calls(COLLECTIVES)
     group = make_expert_groups(2)
     group.for_torch_tools = False  # without the averages of DistributedDataParallel
     decided = ParallelStrategy(1, ranks_per_node=2)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_processes import patches
+from gloo_processes import recorded_calls
 from moe_cases import make_layer
 from torch import Tensor, nn
 
@@ -158,20 +158,6 @@ COLLECTIVES = (
 CONFIG = {"model_dim": 8, "hidden_dim": 16}
 
 
-def recorded_collectives() -> list[str]:
-    """The names of all collectives from now on, new process groups among them."""
-    names = []
-    for name in COLLECTIVES:
-        original = getattr(dist, name)
-
-        def record(*args, original=original, name=name, **kwargs):
-            names.append(name)
-            return original(*args, **kwargs)
-
-        patches.setattr(dist, name, record)
-    return names
-
-
 class Wrong(nn.Module):
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -250,7 +236,7 @@ def wrong_arguments(rank: int) -> None:
     group = make_expert_groups(4)
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
         group.ranks_per_node()  # here alone ranks compare what they know first, once
-    names = recorded_collectives()
+    names = recorded_calls(COLLECTIVES)
     for call, message in wrong_layers(group) + wrong_calls(group):
         with pytest.raises(ValueError, match=message):
             call()

@@ -97,18 +97,14 @@ def test_ranks_are_numbered_node_by_node(cluster):
 
 def test_what_crosses_nodes_is_counted_and_its_rate_limited(cluster):
     across = 2 * PAYLOAD // 2  # from either node: two ranks send half of their payload to the other
-    seconds = {}
-    for rate in (20, 2000):
-        cluster.set_rate(rate)
-        before = cluster.bytes_sent()
-        results = cluster.run(exchange)
-        seconds[rate] = max(result[0] for result in results)
-        assert all(right for _, _, right in results)
-        assert all(0.9 * across < sent < HEADERS * across for _, sent, _ in results)
-        for start, end in zip(before, cluster.bytes_sent(), strict=True):
-            assert across < end - start < HEADERS * across + SET_UP
-    ideal = 8 * across / 20e6
-    assert seconds[20] > 0.7 * ideal
+    cluster.set_rate(20)
+    before = cluster.bytes_sent()
+    results = cluster.run(exchange)
+    assert all(right for _, _, right in results)
+    assert all(0.9 * across < sent < HEADERS * across for _, sent, _ in results)
+    for start, end in zip(before, cluster.bytes_sent(), strict=True):
+        assert across < end - start < HEADERS * across + SET_UP
+    assert max(seconds for seconds, _, _ in results) > 0.7 * 8 * across / 20e6
 
 
 def test_what_stays_inside_a_node_is_not_counted(cluster):

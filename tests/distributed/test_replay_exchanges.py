@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_processes import patches, recorded_calls
 from moe_cases import make_layer
 
 from moe_core.parallel import (
@@ -28,18 +29,9 @@ STRATEGIES = {
 
 def made(function) -> list[str]:
     """The collectives that `function` makes on this rank, sorted."""
-    calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, original in originals.items():
-
-        def record(*args, original=original, name=name, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        setattr(dist, name, record)
+    calls = recorded_calls(COLLECTIVES)
     function()
-    for name, original in originals.items():
-        setattr(dist, name, original)
+    patches.undo()
     return sorted(calls)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_processes import patches
+from gloo_processes import recorded_calls
 from moe_cases import all_gradients, make_layer, owned, plain_forward
 from torch import Tensor
 
@@ -122,25 +122,13 @@ def test_every_strategy_over_one_process_group(run_processes, world_size, num_ex
 # Process groups
 
 
-def recorded_process_groups() -> list[str]:
-    """The names of functions that make process groups, whenever one of them is called from now
-    on."""
-    names = []
-    for name in ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"):
-        original = getattr(dist, name)
-
-        def record(*args, original=original, name=name, **kwargs):
-            names.append(name)
-            return original(*args, **kwargs)
-
-        patches.setattr(dist, name, record)
-    return names
+GROUP_MAKERS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
 
 
 def makes_no_process_group(rank: int) -> None:
     made = make_expert_groups(2, ranks_per_node=1)
     process_group = dist.new_group([0, 1])
-    names = recorded_process_groups()
+    names = recorded_calls(GROUP_MAKERS)
     groups = [made, ExpertGroup(process_group)] if rank < 2 else [made]
     for group, num_experts in itertools.product(groups, (1, 4)):
         layer = make_layer(group=group, num_experts=num_experts, **SHAPE)

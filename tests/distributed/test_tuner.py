@@ -108,7 +108,7 @@ def respects_its_limits(rank: int) -> None:
     for _ in range(5):
         step(layers, x, recomputed)
     assert 0 < tuner.trials <= 2 * 5
-    # fluctuating capacity: a search for each bucket; the budget ends them all
+    # fluctuating capacity: a search for each bucket
     for i in range(24):
         rows = torch.randn((3, 9, 40, 130)[i % 4] + rank, 8, dtype=torch.float64)
         step(layers, rows)

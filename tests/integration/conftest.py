@@ -13,6 +13,7 @@ from tool_cases import Finished, command, words
 from swinv2_moe.config import load_config
 from swinv2_moe.jobs import Jobs
 from swinv2_moe.train import train
+from swinv2_moe.train.meta import read_meta
 
 # Three blocks at 16 px; no workers, since starting them costs more than the run.
 SMALL = (
@@ -22,7 +23,7 @@ SMALL = (
     " MODEL.MOE.NUM_EXPERTS 4 DATA.IMG_SIZE 16 DATA.BATCH_SIZE 16 DATA.NUM_WORKERS 0 DEVICE cpu"
     " TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 1 PRINT_FREQ 1"
 )
-# Six experts, which three ranks can share; both checkpoints differ enough to be told apart.
+# Six experts, which three ranks can share. The losses of the two checkpoints differ.
 RUN = (
     "DATA.DATASET folder AUG.MIXUP 0 AUG.CUTMIX 0 TRAIN.BASE_LR 3e-2 MODEL.MOE.NUM_EXPERTS 6"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 1.25 DATA.INTERPOLATION bilinear"
@@ -108,3 +109,9 @@ def runs(tmp_path_factory, photographs, small) -> Path:
         opts = [*small, *RUN.split(), *keys]
         train(load_config(None, opts, data=str(photographs), output=str(root / name)))
     return root
+
+
+@pytest.fixture(scope="session")
+def best_step(runs) -> int:
+    """Of the run "experts"."""
+    return read_meta(runs / "experts" / "checkpoints" / "best")["step"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import resource
 import select
@@ -36,34 +37,37 @@ def digest(*parts: bytes) -> str:
 
 
 def isolated(call: Callable[[], str], seconds: float) -> Outcome:
-    """`call()` in a forked process, which is killed after so many seconds."""
+    """`call()` in a forked process, which is killed after so many seconds of its processor, or ten
+    times as many."""
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _report(call, writer)
+        _report(call, writer, seconds)
         os._exit(0)
     os.close(writer)
-    answer = _read_until_end(reader, started + seconds)
+    answer = _read_until_end(reader, started + 10 * seconds)
     os.close(reader)
     if answer is None:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     elapsed = time.monotonic() - started
     if answer is None:
-        return Outcome("late", f"still ran after {seconds:g} s", elapsed, 0)
+        return Outcome("late", f"still ran after {10 * seconds:g} s", elapsed, 0)
     if not answer:
         return Outcome("killed", f"by signal {os.waitstatus_to_exitcode(status)}", elapsed, 0)
     kind, text, grown = json.loads(answer)
     return Outcome(kind, text, elapsed, grown)
 
 
-def _report(call: Callable[[], str], writer: int) -> None:
+def _report(call: Callable[[], str], writer: int, seconds: float) -> None:
     """In the child: write the outcome as JSON. Nothing may leave this function, or there would be
     two parents."""
     try:
         _limit_memory()
+        most = time.process_time() + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), math.ceil(most)))
         before = _resident("VmRSS")
         kind, text = _outcome(call)
         content = json.dumps([kind, text, max(_resident("VmHWM") - before, 0)]).encode()

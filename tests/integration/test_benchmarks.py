@@ -74,7 +74,7 @@ def test_tables_of_several_scripts_share_a_file(tmp_path):
     assert list(json.loads(output.read_text())["tables"]) == titles
 
 
-def test_what_is_wrong_is_named_and_not_timed(tmp_path, monkeypatch):
+def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
     monkeypatch.setitem(peers.BUILT_IN, "loop", lambda moe, x: 1.01 * peers.by_loop(moe, x))
     case = layer.Case((64, 16, 4), "float32", "cpu", True)
     assert "grouped_mm" in case.alternatives
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_named_and_not_timed(tmp_path, monkeypatch):
     assert case.left_out["loop"].startswith("wrong: an error of")
 
 
-def test_a_step_leaves_no_gradients_for_the_next_alternative_to_free(monkeypatch):
+def test_a_step_leaves_no_gradients_for_the_next_alternative_to_free():
     case = layer.Case((64, 16, 4), "float32", "cpu", True)
     parameters = [p for module in case.modules for p in module.parameters()]
     for run in case.alternatives.values():
@@ -127,7 +127,7 @@ def test_shares_of_both_passes(tmp_path):
         assert backward == bool(experts["optimiser"]) == (found["mode"] == "training")
 
 
-def test_kernels_count_under_the_operator_that_launched_them(monkeypatch):
+def test_kernels_count_under_the_operator_that_launched_them():
     def event(
         name, start, end, parent=None, kernel=0, number=-1, device=DeviceType.CPU, annotation=False
     ):

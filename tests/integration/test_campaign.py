@@ -162,9 +162,15 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        *((None, ["--minutes", minutes], "it must be above 0") for minutes in ("0", "-1", "nan")),
+        *(
+            (None, ["--minutes", value], f"--minutes is {value}, it must be above 0")
+            for value in ("0", "-1", "nan")
+        ),
         (None, ["--dry-run", "--output", "/dev/null/x"], "cannot be written"),
-        *((text, ["--resume"], "cannot be read") for text in ("", "[]", '{"environment": {}}')),
+        *(
+            (text, ["--resume"], "campaign.json cannot be read")
+            for text in ("", "[]", '{"environment": {}}')
+        ),
     ],
 )
 def test_bad_input_is_one_line(main, tmp_path, content, options, message):

@@ -50,6 +50,8 @@ def test_too_many_broken_files_stop_the_run(make_photographs, train_command, sma
     data = make_photographs(broken=6)
     finished = train_command(*CFG, "--data", data, "--output", tmp_path / "run", "--opts", *small)
     says = "images could not be read ... DATA.MAX_BAD_SHARE allows a share of 0.01 ... .jpg"
+    assert finished.status == 2
+    assert finished.err.startswith("error: ")
     assert finished.err.count("\n") == 1
     assert [part for part in says.split(" ... ") if part not in finished.err] == []
 

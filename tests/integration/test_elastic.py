@@ -50,12 +50,12 @@ class Agents:
             " --max-restarts 3"
         )
         self.logs.append(self.run.parent / f"agent-{len(self.agents)}.log")
-        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.logs[-1].open("w") as log:
             agent = subprocess.Popen(
                 [sys.executable, *launcher.split(), *more, *self.program],
                 cwd=ROOT,
-                env=os.environ | settings,
+                env=os.environ | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -119,7 +119,7 @@ def assert_whole(run: Path, last: int, whole: dict[int, float]) -> None:
     found = steps(run)
     assert [step for step, _ in found] == list(range(1, last + 1))
     expected = [whole[step] for step in range(1, last + 1)]
-    assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-4)
+    assert [loss for _, loss in found] == pytest.approx(expected, rel=1e-4)  # test_ranks.py
     assert open_checkpoint(checkpoints_below(run / "checkpoints")[0]).meta["step"] == last
 
 

@@ -56,6 +56,7 @@ NAMES += ["MODEL.MOE.ACTIVATION", "outside_activation"]
 
 
 def test_every_command_has_the_option():
+    assert COMMANDS
     for file in COMMANDS:
         text = file.read_text()
         assert "CommandParser(" in text, file

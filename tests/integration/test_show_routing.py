@@ -18,14 +18,14 @@ def show_routing(monkeypatch, capsys):
     return command("show_routing", monkeypatch, capsys)
 
 
-def test_figures_table_and_file(show_routing, runs, tmp_path):
+def test_figures_table_and_file(show_routing, runs, best_step, tmp_path):
     finished = show_routing("--resume", runs / "experts", "--output", tmp_path / "new")
     assert (finished.status, finished.err) == (0, "")
     names = ["classes.png", "load.png", "routing.json", "routing.png"]
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == names
     assert Image.open(tmp_path / "new" / "routing.png").size[1] > 8 * 128  # eight images
     found = json.loads((tmp_path / "new" / "routing.json").read_text())
-    assert (found["step"], found["images"], found["classes"]) == (3, 13, 2)  # the best
+    assert (found["step"], found["images"], found["classes"]) == (best_step, 13, 2)
     assert found["class_bits"] == pytest.approx(0.961, abs=1e-3)  # 8 of 13 images are blue
     assert list(found["layers"]) == LAYERS
     rows = [line.split() for line in finished.out.splitlines()]
@@ -41,7 +41,7 @@ def test_figures_table_and_file(show_routing, runs, tmp_path):
     assert "dropless, 13 validation images at 16 px, 2 classes" in finished.out
 
 
-def test_images_of_ones_own(show_routing, runs, photographs, tmp_path):
+def test_images_of_ones_own(show_routing, runs, tmp_path):
     """Folders and files; what else lies in a folder does not matter, the numbers are the validation
     images'."""
     own = tmp_path / "own" / "deeper"

@@ -14,7 +14,7 @@ EXACT = (
     " MODEL.DROP_PATH_RATE 0 MODEL.MOE.AUX_LOSS gshard MODEL.MOE.AUX_LOSS_WEIGHT 0.1"
     " MODEL.MOE.GLOBAL_BALANCE true MODEL.MOE.NUM_EXPERTS 2 TRAIN.EPOCHS 3"
 )
-STEPS, TUNED_STEPS = 6, 45  # an epoch has 44
+STEPS, TUNED_STEPS = 6, 60  # an epoch has 44
 
 
 @pytest.fixture(scope="module")

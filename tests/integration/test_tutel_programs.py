@@ -40,6 +40,8 @@ try:
     import tutel.parted  # without a counterpart
 except ModuleNotFoundError as error:
     assert str(error) == "No module named 'tutel.parted'"
+else:
+    raise AssertionError("tutel.parted was imported")
 """
 
 

@@ -62,7 +62,7 @@ def test_a_run_goes_on_with_its_experts_over_two_ranks(trained, run_tool, start_
     found = losses(run)
     assert list(found) == list(expected) == [1, 2, 3, 4]
     for step, loss in expected.items():
-        assert found[step] == pytest.approx(loss, rel=1e-4)
+        assert found[step] == pytest.approx(loss, rel=1e-4)  # as in test_ranks.py
     meta = open_checkpoint(run / "checkpoints" / "step-00000004").meta
     assert list(meta["experts"]) == LAYERS
     assert meta["windows"] == []
@@ -74,7 +74,7 @@ def test_its_blocks_are_sharded_and_recomputed(trained, start_ranks, tmp_path, k
     words = arguments(tmp_path / "two", steps=2, batch_size=8)
     outcomes = start_ranks(2, "tools/train.py", *words, *keys.split())
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
-    assert losses(tmp_path / "two") == pytest.approx(losses(trained), rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(trained), rel=1e-4)  # test_ranks.py
 
 
 def test_it_is_evaluated_and_inspected(trained, run_tool, tmp_path):

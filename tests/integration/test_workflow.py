@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not all(tar.is_file() for tar in TARS),
-        reason=f"{TARS[0].name} or {TARS[1].name} is not in SWINV2_MOE_TEST_DATA",
+        reason=f"{TARS[0].name} or {TARS[1].name} is not in {DATA}",
     ),
 ]
 
