@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, moe_layers, ops
 from moe_core.losses import RoutingScores, expert_sums
-from moe_core.ops import ExpertWeights
 from moe_core.ops.moe_ffn import reference
 from moe_core.parallel import ParallelStrategy
 
@@ -145,16 +144,6 @@ def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:
         return whole
     first, count, part, num_parts = layer.shard
     return whole[first : first + count].chunk(num_parts, 1)[part]
-
-
-def expert_ffn(rows, w1, b1, w2, b2, offsets, *settings, **named) -> torch.Tensor:
-    """The op with its weights one by one."""
-    return ops.expert_ffn(rows, ExpertWeights(w1, b1, w2, b2), offsets, *settings, **named)
-
-
-def moe_ffn(tokens, gates, w1, b1, w2, b2, plan, *settings) -> torch.Tensor:
-    """The op with its weights one by one."""
-    return ops.moe_ffn(tokens, gates, ExpertWeights(w1, b1, w2, b2), plan, *settings)
 
 
 def route_by_torch(logits, noisy, top_k, normalize, loss, noise_std):

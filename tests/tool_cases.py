@@ -1,4 +1,4 @@
-"""A command of tools/ or data/, run in this process."""
+"""A command of tools/ or data/, run in this process; how calls are refused; what files hold."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from swinv2_moe.command import run_command
+from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,3 +55,17 @@ def assert_one_line(finished: Finished, says: str) -> None:
     (line,) = finished.err.splitlines()
     assert line.startswith("error: ")
     assert [part for part in says.split(" ... ") if part not in line] == [], line
+
+
+def refusal(function: Callable, *args, **keys) -> str:
+    """The one line with which a call is refused."""
+    with pytest.raises(UserError) as caught:
+        function(*args, **keys)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    """The content of every file below a directory."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from swinv2_moe.data.prepare.make_shards import Options
 from swinv2_moe.data.sources import ImageArrays, Sources
-from swinv2_moe.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
 SOURCE = ImageArrays("noise", PIXELS, np.arange(40) % 4)
@@ -17,22 +15,7 @@ SOURCES = Sources(SOURCE, SOURCE, list("abcd"))
 OPTIONS = Options(shard_mb=0.02)
 
 
-def refusal(function: Callable, *args, **keys) -> str:
-    """The one line with which a call is refused."""
-    with pytest.raises(UserError) as caught:
-        function(*args, **keys)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def edit_index(made: Path, edit: Callable[[dict], object]) -> None:
     index = json.loads((made / "index.json").read_text())
     edit(index)
     (made / "index.json").write_text(json.dumps(index))
-
-
-def snapshot(root: Path) -> dict[str, bytes]:
-    """The content of every file below a directory."""
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {str(path.relative_to(root)): path.read_bytes() for path in files}

@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-import shard_cases
+import tool_cases
 import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
@@ -19,7 +19,7 @@ from swinv2_moe.data.sources import load_sources
 
 
 def refusal(config, rank=0, world_size=1) -> str:
-    return shard_cases.refusal(build_data, data_config(config), rank, world_size)
+    return tool_cases.refusal(build_data, data_config(config), rank, world_size)
 
 
 # digits

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import shard_cases
+import tool_cases
 from PIL import Image
 from shard_cases import OPTIONS, SOURCES, edit_index
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)  # pipes and devices would be read for eve
 
 
 def refusal(function: Callable, *args) -> str:
-    message = shard_cases.refusal(function, *args)
+    message = tool_cases.refusal(function, *args)
     assert len(message) < 1000
     return message
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shard_cases import edit_index, refusal, snapshot
+from shard_cases import edit_index
+from tool_cases import refusal, snapshot
 from webdataset import TarWriter, WebDataset
 
 from swinv2_moe import files

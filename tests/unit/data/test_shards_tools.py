@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from shard_cases import snapshot
-from tool_cases import command
+from tool_cases import command, snapshot
 
 from swinv2_moe.data import build_data
 

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import shard_cases
-from shard_cases import snapshot
+import tool_cases
+from tool_cases import snapshot
 
 from swinv2_moe import files
 from swinv2_moe.data.prepare.staging import stage
@@ -22,7 +22,7 @@ def names(root: Path) -> set[str]:
 
 
 def refusal(source: Path, target: Path, **keys) -> str:
-    return shard_cases.refusal(stage, str(source), str(target), **keys)
+    return tool_cases.refusal(stage, str(source), str(target), **keys)
 
 
 def test_a_copy_is_the_same_and_is_timed(made, tmp_path):

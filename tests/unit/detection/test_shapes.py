@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
-from tool_cases import command
+from tool_cases import command, snapshot
 
 from swinv2_moe.detection.annotations import check_annotations
 from swinv2_moe.detection.shapes import CLASSES, Options, make_shapes
@@ -17,16 +17,11 @@ from swinv2_moe.errors import UserError
 FEW = Options(train=4, val=2, min_size=64, max_size=96, seed=3)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(file.relative_to(directory)): file.read_bytes() for file in files}
-
-
 def test_the_same_options_give_the_same_bytes(tmp_path: Path) -> None:
     counts = [make_shapes(tmp_path / name, FEW) for name in ("one", "two")]
     make_shapes(tmp_path / "other", replace(FEW, seed=4))
     make_shapes(tmp_path / "more", replace(FEW, train=6))
-    one, two, other, more = (contents(tmp_path / name) for name in ("one", "two", "other", "more"))
+    one, two, other, more = (snapshot(tmp_path / name) for name in ("one", "two", "other", "more"))
     assert one == two
     assert counts[0] == counts[1]
     assert len(one) == 6 + 2
@@ -95,7 +90,7 @@ def test_the_command_keeps_what_is_there(tmp_path: Path, monkeypatch, capsys) ->
     assert new.status == 0
     folders = [line.split(":")[0] for line in new.out.splitlines()]
     assert folders == [f"{tmp_path}/new/train", f"{tmp_path}/new/val"]
-    before = contents(tmp_path)
+    before = snapshot(tmp_path)
     again = make(tmp_path / "new", "--train", 1, "--val", 1)
     assert again == (2, "", f"error: {tmp_path}/new: must be a new or empty directory\n")
-    assert contents(tmp_path) == before
+    assert snapshot(tmp_path) == before

@@ -70,8 +70,8 @@ def test_ranks_with_different_configurations(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_data_workers_outlive_ctrl_c():
-    """They ignore what reaches all processes in the foreground; the run ends them itself."""
+def test_data_come_from_the_loader_whose_workers_outlive_ctrl_c():
+    """tests/unit/data/test_data_datasets.py has what its workers outlive."""
     sampler = {"type": "DefaultSampler", "shuffle": False}
     options = {"dataset": TensorDataset(torch.arange(4)), "sampler": sampler, "batch_size": 2}
     assert type(run.MoERunner.build_dataloader(options, seed=0)) is Loader

@@ -84,7 +84,7 @@ def test_a_resumed_run_drops_lines(write, tmp_path):
     assert run.last is None
 
 
-def test_time_left(write, tmp_path):
+def test_time_left(write):
     """A step of 64 images takes a second, a validation 4."""
     run = read(write(start(), logged(5)))
     now = run.written

@@ -42,7 +42,7 @@ def test_the_bias_of_positions_that_both_windows_have_stays(nano, randomize):
         )
 
 
-def test_windows_are_read_from_the_tables_of_a_file(nano, make_model, randomize):
+def test_windows_are_read_from_the_tables_of_a_file(nano, make_model):
     for change in (
         {},
         {"img_size": 32, "window_size": 8, "pretrained_window_sizes": BEFORE},

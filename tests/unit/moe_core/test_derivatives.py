@@ -24,10 +24,10 @@ KINDS = {
 }
 
 
-def make_layer(kind: str, dtype=torch.float64, device="cpu", **changes) -> MoELayer:
+def make_layer(kind: str, **changes) -> MoELayer:
     torch.manual_seed(0)
     config = MoEConfig(6, 5, 3, top_k=2, **(KINDS[kind] | changes))
-    return MoELayer(config, device=device).to(dtype)
+    return MoELayer(config).double()
 
 
 def loss_of(layer: MoELayer, x: Tensor, parameters: dict | None = None) -> Tensor:

@@ -184,5 +184,5 @@ def test_the_row_of_a_dropped_choice_is_not_read():
     """Its slot is 0, and that row may hold NaN."""
     rows, slots = torch.tensor([[float("nan")], [2.0]]), torch.tensor([[1], [0]])
     kept = torch.tensor([[True], [False]])
-    for form in (reference.sum_rows, reference.plain_sum_rows):
-        assert form(rows, slots, kept, torch.ones(2, 1)).tolist() == [[2.0], [0.0]]
+    for sum_rows in (reference.sum_rows, reference.plain_sum_rows):
+        assert sum_rows(rows, slots, kept, torch.ones(2, 1)).tolist() == [[2.0], [0.0]]

@@ -111,7 +111,7 @@ def test_which_form_computes(monkeypatch):
             assert len(calls) == expected, case
 
 
-def test_both_forms_agree(monkeypatch):
+def test_both_forms_agree():
     """A wrapped ReLU is unknown, so the padded form computes what the engine does."""
     known = make_layer({"gate": {"capacity_factor": 0.5}}, moe)
     other = {"activation_fn": lambda x: F.relu(x) * 1.0}
@@ -504,7 +504,7 @@ def test_collectives_of_one_process():
     assert moe.moe_layer.global_expert_count(3) == 3
 
 
-def test_a_session_of_one_process(tmp_path, capsys, monkeypatch):
+def test_a_session_of_one_process(capsys, monkeypatch):
     monkeypatch.setattr(system, "_sessions", [])
     with pytest.raises(RuntimeError, match="init_data_model_parallel"):
         system.record_time()

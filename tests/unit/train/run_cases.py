@@ -1,27 +1,17 @@
 """What the tests of training runs share."""
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.saver import Saver, save_policy
 
 ALONE = World(0, 1, torch.device("cpu"))
 LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]  # of the small model
-
-
-def refusal(function: Callable, *args, **keys) -> str:
-    """The one line with which a call is refused."""
-    with pytest.raises(UserError) as caught:
-        function(*args, **keys)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def saver_of(trainer: Trainer, root: Path, source: object = None, **how) -> Saver:

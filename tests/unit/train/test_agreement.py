@@ -6,7 +6,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-import run_cases
+import tool_cases
 import torch
 from run_cases import ALONE
 
@@ -46,7 +46,7 @@ def compare(*others: dict) -> None:
 
 
 def refusal(*others: dict) -> str:
-    message = run_cases.refusal(compare, *others)
+    message = tool_cases.refusal(compare, *others)
     return message.removeprefix("the ranks were started differently: ")
 
 
@@ -118,7 +118,7 @@ def test_other_data(train, val, names, says, monkeypatch):
     def check(rank: int, train: list[int], val: list[int], names: str) -> str:
         rank_world = Thread(rank, 2, torch.device("cpu"))
         found = images(train), images(val), list(names)
-        return run_cases.refusal(check_same_data, "data", rank_world, *found)
+        return tool_cases.refusal(check_same_data, "data", rank_world, *found)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(check, 0, [0, 0, 1], [0], "ab")

@@ -1,7 +1,7 @@
 """A checkpoint that does not fit is refused with every key named, and nothing changes."""
 
 import pytest
-import run_cases
+import tool_cases
 import torch
 from run_cases import LAYERS, assert_same, copy_of
 from safetensors.torch import load_file, save_file
@@ -36,7 +36,7 @@ def refusal(trainer, directory):
     if trainer.step.ema:
         models.append(trainer.step.ema.module)
     before = [copy_of(model) for model in models]
-    message = run_cases.refusal(lambda: trainer.resume(open_checkpoint(directory)))
+    message = tool_cases.refusal(lambda: trainer.resume(open_checkpoint(directory)))
     for model, tensors in zip(models, before, strict=True):
         assert_same(model.state_dict(), tensors)
     progress = trainer.progress

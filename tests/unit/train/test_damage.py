@@ -9,7 +9,8 @@ import shutil
 
 import numpy as np
 import pytest
-from run_cases import LAYERS, refusal
+from run_cases import LAYERS
+from tool_cases import refusal
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import train

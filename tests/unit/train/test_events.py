@@ -141,7 +141,7 @@ def test_the_time_to_solution(runs):
         assert 0 < phases[phase] <= summary["phases"][phase]
 
 
-def test_mlcommons_own_checker_accepts_the_log(runs, tmp_path, capsys):
+def test_mlcommons_own_checker_accepts_the_log(runs, tmp_path):
     """By the rules that MLPerf HPC 3.0 has for all its benchmarks, without the names of a
     submission and of its benchmark, which no run here is."""
     from mlperf_logging.compliance_checker import mlp_compliance
@@ -188,7 +188,7 @@ def test_only_the_main_rank_writes_and_only_if_asked_to(tmp_path):
     with recorder.interval("epoch", epoch_num=1):
         recorder.event("seed", 1)
     recorder.close()
-    assert not list(tmp_path.rglob("*.*"))
+    assert not list(tmp_path.iterdir())
     recorder = Recorder(tmp_path, ALONE, 0)
     recorder.event("seed", 1)
     recorder.close()

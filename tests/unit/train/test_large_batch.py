@@ -61,7 +61,7 @@ def test_an_expert_is_a_matrix_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_resumes_to_the_same_weights(make_trainer, tmp_path, name):
+def test_training_resumes_to_the_same_weights(make_trainer, name):
     """The checkpoint holds the moments, and the number of updates."""
     keys = {"TRAIN.OPTIMIZER.NAME": name, "TRAIN.BASE_LR": 0.1, "TRAIN.EPOCHS": 2}
     keys["TRAIN.WARMUP_EPOCHS"] = 0

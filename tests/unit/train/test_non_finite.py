@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from run_cases import assert_same, copy_of, refusal, saver_of
+from run_cases import assert_same, copy_of, saver_of
+from tool_cases import refusal
 
 from moe_core import moe_layers
 from swinv2_moe.errors import UserError
@@ -141,7 +142,7 @@ def test_a_skipped_step_leaves_the_balance_as_it_is(make_trainer):
     assert all(balance.bias.any() for balance in balances)
 
 
-def test_one_more_stops_the_run(make_trainer, tmp_path):
+def test_one_more_stops_the_run(make_trainer):
     trainer = make_trainer({"TRAIN.SKIP_NON_FINITE": 2, "DATA.BATCH_SIZE": 16})
     poison_steps(trainer, {2, 3, 4})
     batch = next(iter(trainer.data.train_loader))

@@ -4,7 +4,8 @@ import time
 
 import pytest
 import torch
-from run_cases import interrupt_at, refusal, weights_of
+from run_cases import interrupt_at, weights_of
+from tool_cases import refusal
 
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.errors import UserError

@@ -5,8 +5,9 @@ import os
 
 import pytest
 import torch
-from run_cases import LAYERS, refusal
+from run_cases import LAYERS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tool_cases import refusal
 
 from moe_core import moe_layers
 from swinv2_moe.config import flatten, load_config, model_config
@@ -106,7 +107,7 @@ def test_a_run_is_not_overwritten(run):
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-def test_resuming_a_finished_run_changes_no_result(run, read_metrics):
+def test_resuming_a_finished_run_changes_no_result(run):
     root, config, summary = run
     metrics = (root / "metrics.jsonl").read_text()
     weights = (root / "checkpoints" / "latest" / "model.safetensors").stat().st_mtime_ns

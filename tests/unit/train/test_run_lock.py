@@ -11,7 +11,8 @@ import sys
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from run_cases import ALONE, refusal
+from run_cases import ALONE
+from tool_cases import refusal
 
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError

@@ -257,7 +257,7 @@ def test_another_save_of_the_same_step_replaces_nothing(begin):
     assert find_checkpoint("auto", saver.root).meta["training"]["last_top1"] == 3.0
 
 
-def test_going_back_sets_newer_checkpoints_aside(begin, make_trainer):
+def test_going_back_sets_newer_checkpoints_aside(begin):
     trainer, saver, _ = begin({"CHECKPOINT.KEEP_LAST": 9})
     for _ in range(3):
         write(trainer, saver, is_best=trainer.progress.step == 3)

@@ -71,7 +71,7 @@ def test_automatic_capacity_follows_the_loads(tmp_path, make_config, read_metric
         assert lines[i]["moe/capacity_factor"] == max(map(max, by_layer))
 
 
-def test_accumulated_batches_count(tmp_path, make_config, read_metrics):
+def test_accumulated_batches_count(tmp_path, make_config):
     """The largest factor of a step's forward passes, on the device."""
     keys = AUTO | {"TRAIN.ACCUMULATION_STEPS": 2, "DATA.BATCH_SIZE": 16, "TRAIN.MAX_STEPS": 2}
     train(make_config(tmp_path / "run", keys))
