@@ -9,7 +9,10 @@ this one, and differences are printed:
 - sizes: names, shapes and number of parameters of every model that timm knows.
 - configurations: every key of every YAML file.
 - mistakes: the status and the last line of commands with a mistake in them.
-- weights: logits of a run that the earlier commit has trained, read by both.
+- weights: predictions of a run that the earlier commit has trained, read by both.
+- hub: outputs of a hub export of that run, made by the earlier commit and loaded by both.
+- layer: outputs, losses and gradients of the layer, for each kind of routing and of experts, by
+  the fastest kernels and, to four digits, by plain torch alone.
 
 The status is 1 if something differs.
 """
@@ -35,6 +38,26 @@ RUNS = {
         ["TRAIN.EPOCHS", "2", "MODEL.MOE.BALANCE", "bias", "MODEL.MOE.TOP_K", "2"]
         + ["TRAIN.EMA_DECAY", "0.9"],
     ),
+}
+LAYERS: dict[str, dict] = {
+    "top 1": {},
+    "top 2, capacity": {"top_k": 2, "capacity_factor": 0.75},
+    "top 2, gates as they are": {"top_k": 2, "normalize_gates": False},
+    "sigmoid, prioritized": {
+        "top_k": 3,
+        "gate_activation": "sigmoid",
+        "batch_prioritized": True,
+        "capacity_factor": 1.0,
+    },
+    "noise, bias, z-loss": {"gate_noise": 1.0, "balance": "bias", "z_loss_weight": 0.01},
+    "cosine, Tutel's loss": {
+        "router": "cosine",
+        "gate_noise": 1.0,
+        "aux_loss": "load_importance_tutel",
+    },
+    "gated, shared": {"gated": True, "activation": "silu", "num_shared_experts": 1, "bias": False},
+    "expert choice": {"router": "expert_choice", "capacity_factor": 1.0},
+    "soft": {"router": "soft", "slots_per_expert": 3},
 }
 STEP_VALUES = ("step", "loss", "aux_loss", "grad_norm", "lr")
 MISTAKES = [
@@ -143,8 +166,61 @@ def weights(output: Path) -> dict:
     return values
 
 
+def hub(output: Path) -> dict:
+    """Of the run "swinv2" of `losses`, in the earlier commit's export."""
+    import timm
+    import torch
+
+    import swinv2_moe.models  # noqa: F401 - timm knows the names once it is imported
+    from swinv2_moe.convert.hub import export_hub
+
+    exported = output.parent / "earlier" / "hub"
+    if not exported.exists():
+        export_hub(output / "swinv2", exported)
+    model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    images = torch.randn(2, *model.pretrained_cfg["input_size"], generator=_generator())
+    with torch.inference_mode():
+        logits = model(images)
+    return {f"image {number}": row.tolist() for number, row in enumerate(logits)}
+
+
+def layer(output: Path) -> dict:
+    values = {}
+    for name, options in LAYERS.items():
+        for kernels in ("auto", "torch"):
+            values[f"{name}, {kernels}"] = _layer_values(options | {"kernels": kernels})
+    return values
+
+
+def _layer_values(options: dict) -> list[str]:
+    import torch
+
+    from moe_core import MoEConfig, MoELayer
+
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(model_dim=16, hidden_dim=24, num_experts=8, **options))
+    x = torch.randn(2, 37, 16, generator=_generator(), requires_grad=True)
+    y, aux_loss = layer(x)
+    ((y * torch.randn(y.shape)).sum() + aux_loss).backward()
+    gradients = [x.grad] + [p.grad for _, p in sorted(layer.named_parameters())]
+    with torch.no_grad():
+        evaluated = layer.eval()(x)[0]
+    digits = 9 if options["kernels"] == "auto" else 4
+    shown = [aux_loss]
+    for tensor in (y, evaluated, *gradients):
+        shown += [tensor.abs().sum(), tensor.std()]
+    return [f"{value.item():.{digits}g}" for value in shown]
+
+
+def _generator():
+    import torch
+
+    return torch.Generator().manual_seed(0)
+
+
 PROBES: dict[str, Callable[[Path], dict]] = {
-    function.__name__: function for function in (losses, sizes, configurations, mistakes, weights)
+    function.__name__: function
+    for function in (losses, sizes, configurations, mistakes, weights, hub, layer)
 }
 
 
@@ -200,8 +276,8 @@ def main() -> None:
     if not args.against:
         parser.error("--against COMMIT is missing")
     names = list(PROBES)
-    if args.only == "weights":
-        names = ["losses", "weights"]
+    if args.only in ("weights", "hub"):
+        names = ["losses", args.only]
     elif args.only:
         names = [args.only]
     sys.exit(compare(args.against, names) > 0)
