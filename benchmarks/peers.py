@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoELayer
+from moe_core.context import expert_dtype
 from moe_core.einsum import EinsumExchange
 from moe_core.ops import make_plan
 from moe_core.parallel.exchange import Agreement
-from moe_core.precision import expert_dtype
 
 Peer = Callable[[Tensor], Tensor]
 

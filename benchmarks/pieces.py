@@ -24,8 +24,8 @@ from timing import CALLS_NOTE, graph_replay, timed
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
+from moe_core.context import without_autocast
 from moe_core.ops import combine, dispatch, make_plan
-from moe_core.precision import without_autocast
 from moe_core.router import route
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 

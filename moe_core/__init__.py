@@ -56,12 +56,12 @@ _MODULES = {
 
 if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.balance import reset_balance_loads, update_balance
+    from moe_core.capacity import RoutingStats
     from moe_core.checkpoint import count_experts, load_tensors, save_tensors
     from moe_core.einsum import use_einsum
     from moe_core.layer import MoELayer
     from moe_core.losses import AuxiliaryLoss, RoutingScores
     from moe_core.ops import check_kernels, cpu_computes_in, release_buffers
-    from moe_core.routing_stats import RoutingStats
     from moe_core.torch_tools import ignore_experts
     from moe_core.training import (
         WithoutExperts,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_core.transforms import in_backward, in_transform
+from moe_core.context import in_backward, in_transform
 
 
 class BalanceBias(nn.Module):

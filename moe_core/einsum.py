@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from moe_core.activations import hidden_layer
 from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
+from moe_core.context import without_autocast
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.ops import DispatchPlan, ExpertWeights
 from moe_core.parallel import ExpertGroup, ParallelStrategy, flexible_all_to_all
 from moe_core.parallel.exchange import Agreement, Exchange
-from moe_core.precision import without_autocast
 
 
 def use_einsum(layer: MoELayer) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import moe_core.activations  # noqa: F401 - registers the built-in ones
 from moe_core.config import ExpertShard, MoEConfig
+from moe_core.context import expert_dtype
 from moe_core.ops import (
     DispatchPlan,
     ExpertWeights,
@@ -28,7 +29,6 @@ from moe_core.ops import (
     product_dtype,
     quantize_weights,
 )
-from moe_core.precision import expert_dtype
 from moe_core.prepared import PreparedValue
 
 # The weights that a rank computes with.

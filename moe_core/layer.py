@@ -10,8 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
-from moe_core.capacity import expert_capacity, needed_capacity_factor
+from moe_core.capacity import (
+    RoutingStats,
+    counts_and_kept,
+    expert_capacity,
+    needed_capacity_factor,
+    routing_stats,
+)
 from moe_core.config import MoEConfig
+from moe_core.context import expert_dtype, in_backward, in_transform, without_autocast
 from moe_core.expert_choice import factor_by_image
 from moe_core.experts import Experts, SharedExperts
 from moe_core.layer_inputs import (
@@ -30,7 +37,6 @@ from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
 from moe_core.parallel.trial import Trial
-from moe_core.precision import expert_dtype, without_autocast
 from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
@@ -41,7 +47,6 @@ from moe_core.router import (
     router_logits,
     split_gates,
 )
-from moe_core.routing_stats import RoutingStats, counts_and_kept, routing_stats
 from moe_core.soft import expert_logits, route_slots
 from moe_core.torch_tools import (
     before_pass,
@@ -50,7 +55,6 @@ from moe_core.torch_tools import (
     register_experts,
     shard_state,
 )
-from moe_core.transforms import in_backward, in_transform
 
 
 class MoELayer(nn.Module):

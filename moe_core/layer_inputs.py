@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.precision import expert_dtype
+from moe_core.context import expert_dtype
 
 
 def as_images(x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class PreparedValue(Generic[Value]):
             return None
         import torch
 
-        from moe_core.transforms import in_transform
+        from moe_core.context import in_transform
 
         sources = list(sources)
         if _is_tracing() or any(in_transform(source) for source in sources[:1]):

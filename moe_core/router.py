@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
+from moe_core.context import draw, expert_dtype, without_autocast
 from moe_core.expert_choice import all_experts, expert_priority
 from moe_core.layer_inputs import has_random_choices
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import loss_of_sums, route_tokens, route_tokens_supported
 from moe_core.ops import route as choose_experts
 from moe_core.ops.route.reference import largest
-from moe_core.precision import draw, expert_dtype, without_autocast
 from moe_core.registry import ROUTERS, register_router
 
 _LEAST_SUM = 1e-30  # of a token's gate values

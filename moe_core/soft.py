@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core.config import MoEConfig
-from moe_core.precision import draw
+from moe_core.context import draw
 from moe_core.registry import register_router
 from moe_core.router import Routing
 

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
-from moe_core.parallel.gather_ahead import weights_ahead
+from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
 from moe_core.torch_tools import ignore_experts, is_averaged
 

@@ -39,7 +39,7 @@ class HostReads(TorchFunctionMode):
         return result
 
     def host_copy(self, tables: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """In place of `moe_core.parallel.host_copy.start_host_copy`."""
+        """In place of `moe_core.parallel.exchange.start_host_copy`."""
         copies = [table.clone() for table in tables]
         self._mark(copies)
 

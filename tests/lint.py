@@ -65,8 +65,7 @@ BASICS = [
     "moe_core.choices",
     "moe_core.config",
     "moe_core.capacity",
-    "moe_core.precision",
-    "moe_core.transforms",
+    "moe_core.context",
     "moe_core.prepared",
     "moe_core.losses",
     "moe_core.ops",
@@ -76,7 +75,6 @@ BASICS = [
     "moe_core.balance",
     "moe_core.expert_choice",
     "moe_core.layer_inputs",
-    "moe_core.routing_stats",
     "moe_core.ranks",
 ]
 PARTS = ["moe_core.router", "moe_core.soft", "moe_core.experts", "moe_core.parallel"]
@@ -103,7 +101,7 @@ PUBLIC = [
     "moe_core.export",
     "moe_core.files",
     "moe_core.ops.autograd",
-    "moe_core.transforms",
+    "moe_core.context",
     "moe_core.tutel",
 ]
 SHARED = [
@@ -198,10 +196,10 @@ for name in BASICS:
 ALLOWED["moe_core.losses"] = ["moe_core.registry"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
-ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.precision"]
-ALLOWED["moe_core.routing_stats"] = ["moe_core.capacity", "moe_core.ops"]
-ALLOWED["moe_core.balance"] = ["moe_core.transforms"]
-ALLOWED["moe_core.prepared"] = ["moe_core.transforms"]
+ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.context"]
+ALLOWED["moe_core.capacity"] = ["moe_core.ops"]
+ALLOWED["moe_core.balance"] = ["moe_core.context"]
+ALLOWED["moe_core.prepared"] = ["moe_core.context"]
 ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = [
     "moe_core.choices",
@@ -209,11 +207,11 @@ ALLOWED["moe_core.ops"] = [
     "moe_core.registry",
     "moe_core.activations",
     "moe_core.losses",
-    "moe_core.transforms",
+    "moe_core.context",
 ]
 for name in RANKS:
     ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.comm", "moe_core.ranks"]
-    ALLOWED[name] += ["moe_core.transforms", *RANKS]
+    ALLOWED[name] += ["moe_core.context", *RANKS]
 ALLOWED["moe_core.parallel.strategy"] += ["moe_core.checks"]
 ALLOWED["moe_core.parallel.machine"] = []
 ALLOWED["moe_core.comm"] = ["moe_core.ops.native.build_cache", "moe_core.ranks"]

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_core.context import expert_dtype
 from moe_core.ops import (
     DispatchPlan,
     ExpertWeights,
@@ -34,7 +35,6 @@ from moe_core.ops import (
     make_plan,
     moe_ffn,
 )
-from moe_core.precision import expert_dtype
 
 _OLDEST = (5, 24)
 try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_core.transforms import in_transform
+from moe_core.context import in_transform
 
 
 def is_differentiated_again(grad: Tensor) -> bool:

@@ -14,7 +14,7 @@ tokens (`__call__`).
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +31,6 @@ from moe_core.parallel.algorithm import RowCounts
 from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
 from moe_core.parallel.gather import gather_weights
 from moe_core.parallel.groups import ExpertGroup
-from moe_core.parallel.host_copy import start_host_copy
 from moe_core.parallel.row_exchange import PendingExchange, RowExchange
 from moe_core.parallel.strategy import ParallelStrategy
 
@@ -405,3 +404,25 @@ def count_choices(expert_ids: Tensor, num_experts: int) -> Tensor:
     """expert_ids [T, K] -> how often each expert was chosen [E]."""
     ids = expert_ids.flatten().long()
     return ids.new_zeros(num_experts).scatter_add_(0, ids, torch.ones_like(ids))
+
+
+def start_host_copy(tables: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Start to copy integer tables of one dtype to the host, in one transfer.
+
+    Returns:
+        A function that waits and returns the copies. On a CPU it returns the tables themselves.
+    """
+    if not tables[0].is_cuda:
+        return lambda: list(tables)
+    flat = torch.cat([table.flatten() for table in tables])
+    pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(flat, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[Tensor]:
+        copied.synchronize()
+        parts = pinned.split([table.numel() for table in tables])
+        return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
+
+    return wait

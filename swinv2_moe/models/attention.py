@@ -15,7 +15,7 @@ from timm.models.swin_transformer_v2 import WindowAttention
 from torch import Tensor, nn
 
 from moe_core import PreparedValue
-from moe_core.transforms import in_transform
+from moe_core.context import in_transform
 from swinv2_moe.models import window_attention
 from swinv2_moe.models.window_attention import plain_attention
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
-from moe_core.transforms import in_transform
 
 _log = logging.getLogger(__name__)
 

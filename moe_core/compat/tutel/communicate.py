@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_core.context import first_derivative_only
 from moe_core.ranks import Ranks
-from moe_core.transforms import first_derivative_only
 
 SUM = dist.ReduceOp.SUM
 

@@ -31,9 +31,9 @@ from moe_core.compat.tutel.options import (
 )
 from moe_core.compat.tutel.padded import padded_forward
 from moe_core.config import MoEConfig
+from moe_core.context import expert_dtype
 from moe_core.layer import MoELayer
 from moe_core.parallel import ParallelStrategy, valid_r
-from moe_core.precision import expert_dtype
 
 _log = logging.getLogger("moe_core")
 _COUNT = "_num_global_experts"

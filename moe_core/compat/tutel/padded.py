@@ -25,7 +25,7 @@ from moe_core.compat.tutel.dispatch import (
 from moe_core.compat.tutel.gates import gate_logits
 from moe_core.compat.tutel.losses import gshard_loss, load_importance_loss
 from moe_core.compat.tutel.options import Call
-from moe_core.precision import without_autocast
+from moe_core.context import without_autocast
 
 
 def padded_forward(

@@ -10,11 +10,11 @@ C++ sum a token's rows in fp32 and round once.
 import torch
 from torch import Tensor
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
 from moe_core.ops.plan.op import DispatchPlan
-from moe_core.transforms import in_transform
 
 
 def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.dropout import draw_seed
 from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name, is_transposed
 from moe_core.ops.ffn.reference import plain_ffn
-from moe_core.transforms import in_transform
 
 _NUM_TENSORS = FFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")

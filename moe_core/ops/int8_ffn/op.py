@@ -11,13 +11,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moe_core.context import in_transform
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Weights
 from moe_core.ops.int8_ffn.reference import quantize_weight
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.plan.op import DispatchPlan
-from moe_core.transforms import in_transform
 
 
 def int8_ffn(

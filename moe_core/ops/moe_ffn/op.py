@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import empty_gradients, register_backward
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
@@ -20,7 +21,6 @@ from moe_core.ops.ffn.reference import plain_ffn
 from moe_core.ops.moe_ffn import composed
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs, cast_matrices
 from moe_core.ops.plan.op import DispatchPlan
-from moe_core.transforms import in_transform
 
 _NUM_TENSORS = MoEFFNInputs._fields.index("activation")
 _NUM_DIFFERENTIABLE = MoEFFNInputs._fields.index("w1_cast")

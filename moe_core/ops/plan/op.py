@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core.context import in_transform
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.plan import reference
-from moe_core.transforms import in_transform
 
 
 class DispatchPlan(NamedTuple):

@@ -10,10 +10,10 @@ form.
 import torch
 from torch import Tensor
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 from moe_core.ops.route import reference
-from moe_core.transforms import in_transform
 
 
 def route(

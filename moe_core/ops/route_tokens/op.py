@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 from moe_core.ops.route.reference import route_and_sums
-from moe_core.transforms import in_transform
 
 _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
 

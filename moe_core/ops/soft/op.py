@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_core.context import in_transform
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.soft import reference
-from moe_core.transforms import in_transform
 
 
 def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:

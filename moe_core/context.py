@@ -1,11 +1,42 @@
-"""Kinds of derivatives: which one is computed, and which ones collectives refuse."""
+"""What surrounds a computation: autocast, derivatives and transforms, a running backward pass."""
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+
+
+def expert_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of autocast if it is enabled, otherwise that of x."""
+    device = x.device.type
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context without autocast on the device of x."""
+    device = x.device.type
+    if _has_autocast(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+@torch.no_grad()
+def draw(tensor: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
+    """Fill `tensor` with values that `fill` draws in fp32, so that they do not depend on its
+    dtype."""
+    values = torch.empty_like(tensor, dtype=torch.float32)
+    fill(values)
+    tensor.copy_(values)
+
+
+def _has_autocast(device: str) -> bool:
+    # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
+    return device != "meta"
 
 
 def in_transform(tensor: Tensor) -> bool:
