@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from moe_core import MoELayer
 from moe_core.context import expert_dtype
-from moe_core.einsum import EinsumExchange
-from moe_core.ops import make_plan
-from moe_core.parallel.exchange import Agreement
+from moe_core.ops import DispatchPlan, make_plan
 
 Peer = Callable[[Tensor], Tensor]
 
@@ -46,12 +44,41 @@ def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_einsum(layer: MoELayer, x: Tensor) -> Tensor:
-    """GShard's einsums (moe_core.einsum). C is the largest load."""
+    """GShard's einsums (arXiv 2006.16668, algorithm 1), as in fairseq: padded buffers, which are
+    filled and read with one-hot tensors. C is the largest load."""
     gates, ids = routed(layer, x)
     plan = make_plan(ids, layer.config.num_experts, None, kernels="torch")
     x = x.to(expert_dtype(x))
-    exchange = EinsumExchange(layer.config, layer.group)
-    return exchange(layer.experts, x, gates, plan, Agreement(None))
+    combine_weights = combine_tensor(gates, ids, plan).to(x.dtype)  # [T, E, C]
+    mask = (combine_weights.detach() != 0).to(x.dtype)
+    rows = torch.einsum("tec,tm->ecm", mask, x)
+    return torch.einsum("tec,ecm->tm", combine_weights, padded_experts(layer, rows))
+
+
+def combine_tensor(gates: Tensor, ids: Tensor, plan: DispatchPlan) -> Tensor:
+    """The gate value of each choice at its expert and its place there, else 0: [T, E, C].
+
+    Args:
+        gates, ids: [T, K].
+    """
+    num_experts, capacity = len(plan.offsets), int(plan.counts.max())
+    starts = F.pad(plan.offsets.long(), (1, -1))
+    places = plan.slots - starts[ids]  # [T, K]
+    combine_weights = gates.new_zeros(len(gates), num_experts, capacity)
+    with torch.autocast(gates.device.type, enabled=False):
+        for k in range(gates.shape[1]):
+            expert = F.one_hot(ids[:, k], num_experts) * gates[:, k : k + 1]  # [T, E]
+            place = F.one_hot(places[:, k], capacity).to(gates.dtype)  # [T, C]
+            combine_weights = combine_weights + torch.einsum("te,tc->tec", expert, place)
+    return combine_weights
+
+
+def padded_experts(layer: MoELayer, rows: Tensor) -> Tensor:
+    """Each expert's outputs of its rows: [E, C, M] -> [E, C, M]."""
+    weights = layer.experts.weights(rows.dtype, packed=False)
+    weights = weights.map(lambda weight: weight.to(rows.dtype))
+    hidden = torch.einsum("ecm,ehm->ech", rows, weights.w1) + weights.b1.unsqueeze(1)
+    return torch.einsum("ech,ehm->ecm", F.gelu(hidden), weights.w2) + weights.b2.unsqueeze(1)
 
 
 def by_loop(layer: MoELayer, x: Tensor) -> Tensor:

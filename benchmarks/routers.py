@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from memory import kept_bytes
+from peers import padded_experts
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
 from torch import Tensor
@@ -57,13 +58,6 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def einsum_experts(layer: MoELayer, rows: Tensor) -> Tensor:
-    """rows [E, C, M] -> the experts' outputs for their rows."""
-    experts = layer.experts
-    hidden = torch.einsum("ecm,ehm->ech", rows, experts.w1) + experts.b1.unsqueeze(1)
-    return torch.einsum("ech,ehm->ecm", F.gelu(hidden), experts.w2) + experts.b2.unsqueeze(1)
-
-
 def einsum_soft(layer: MoELayer, x: Tensor) -> Tensor:
     """Soft MoE as algorithm 1 of arXiv 2308.00951: x [B, N, M] -> [B, N, M]."""
     num_images, _, model_dim = x.shape
@@ -73,7 +67,7 @@ def einsum_soft(layer: MoELayer, x: Tensor) -> Tensor:
     dispatch = logits.softmax(1)
     combine = logits.flatten(2).softmax(2).view_as(logits)
     slots = torch.einsum("bnm,bnep->ebpm", x, dispatch)
-    rows = einsum_experts(layer, slots.reshape(num_experts, -1, model_dim))
+    rows = padded_experts(layer, slots.reshape(num_experts, -1, model_dim))
     rows = rows.view(num_experts, num_images, -1, model_dim)
     return torch.einsum("ebpm,bnep->bnm", rows, combine.to(rows.dtype))
 
@@ -86,7 +80,7 @@ def einsum_expert_choice(layer: MoELayer, x: Tensor) -> Tensor:
         scores = layer.router(tokens).softmax(1)  # [T, E]
     gates, chosen = scores.t().topk(num_tokens // layer.config.num_experts)  # [E, C]
     permutation = F.one_hot(chosen, num_tokens).to(scores.dtype)  # [E, C, T]
-    rows = einsum_experts(layer, torch.einsum("ect,tm->ecm", permutation, tokens))
+    rows = padded_experts(layer, torch.einsum("ect,tm->ecm", permutation, tokens))
     y = torch.einsum("ect,ec,ecm->tm", permutation, gates, rows.to(gates.dtype))
     return y.view_as(x)
 

@@ -30,7 +30,6 @@ from moe_core.registry import (
 _MODULES = {
     "balance": ("reset_balance_loads", "update_balance"),
     "checkpoint": ("count_experts", "load_tensors", "save_tensors"),
-    "einsum": ("use_einsum",),
     "layer": ("MoELayer",),
     "losses": ("AuxiliaryLoss", "RoutingScores"),
     "ops": ("check_kernels", "cpu_computes_in", "release_buffers"),
@@ -58,7 +57,6 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.balance import reset_balance_loads, update_balance
     from moe_core.capacity import RoutingStats
     from moe_core.checkpoint import count_experts, load_tensors, save_tensors
-    from moe_core.einsum import use_einsum
     from moe_core.layer import MoELayer
     from moe_core.losses import AuxiliaryLoss, RoutingScores
     from moe_core.ops import check_kernels, cpu_computes_in, release_buffers
@@ -141,5 +139,4 @@ __all__ = [
     "strategy_decisions",
     "strategy_tuners",
     "update_balance",
-    "use_einsum",
 ]

@@ -27,7 +27,6 @@ from moe_core.parallel import (
     ParallelStrategy,
     calibrate,
     cost_model,
-    einsum_cost,
 )
 from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.machine_profile import load_profile
@@ -84,12 +83,6 @@ class Prediction:
     @property
     def step(self) -> float:
         return sum(self.parts.values())
-
-    @property
-    def moe_layers(self) -> float:
-        """Seconds of all MoE layers."""
-        names = ("experts", "routing, dispatch", "all-to-all", "weight gather")
-        return sum(self.parts[name] for name in names)
 
     @property
     def exchange_share(self) -> float:
@@ -190,17 +183,14 @@ def predict(
     gpus_per_node: int,
     batch_size: int,
     strategy: ParallelStrategy | None = None,
-    einsum: bool = False,
 ) -> Prediction:
     """Predict one optimiser step with `batch_size` images per GPU and forward pass.
 
     Args:
         strategy: strategy of the MoE layers; None: the fastest.
-        einsum: MoE layers in the einsum form, which has no strategy.
 
     Raises:
-        ValueError: this number of GPUs cannot share the experts; or, with `einsum`, there are fewer
-            experts than GPUs.
+        ValueError: this number of GPUs cannot share the experts.
     """
     size = 4
     if config.amp_enable:
@@ -219,10 +209,7 @@ def predict(
         (cost_model.LayerShape.of(moe, batch_size * tokens, size), num_layers)
         for moe, tokens, num_layers in model.layers
     ]
-    if einsum:
-        strategy, layers = None, _by_einsum(machine, shapes, group, gpus_per_node)
-    else:
-        strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
+    strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
     trunk = _trunk_seconds(machine, model, config, batch_size, size)
     gpu_experts = model.expert_parameters / group
     gpu_trunk = model.trunk_parameters
@@ -296,21 +283,6 @@ def _best(
     if gpus == 1:
         return None, total
     return strategy, total
-
-
-def _by_einsum(
-    machine: Machine,
-    shapes: Sequence[tuple[cost_model.LayerShape, int]],
-    gpus: int,
-    gpus_per_node: int,
-) -> cost_model.LayerTime:
-    """The total time over all layers in the einsum form."""
-    total = _NOTHING
-    for shape, num_layers in shapes:
-        near = min(gpus, gpus_per_node)
-        time = einsum_cost.einsum_layer_time(machine, shape, gpus, near)
-        total = total.plus(time, num_layers)
-    return total
 
 
 def _exposed_shards(

@@ -34,7 +34,6 @@ class MeasuredRun:
     steps: int  # optimiser steps
     seconds: dict[str, float]  # by phase, as `PHASES` of training, and perhaps "staging"
     watts: float | None  # of all machines; None: not known
-    cpu: float | None  # share of the machines' CPUs that training used, 0 to 1
 
     @property
     def step(self) -> float:
@@ -78,7 +77,7 @@ def measured_run(directory: Path) -> tuple[MeasuredRun, RunRecord]:
     joules, joules_seconds = summary.get("joules"), summary.get("phases")
     if isinstance(joules, int | float) and _is_table(joules_seconds):
         watts = joules / sum(joules_seconds.values())
-    measured = MeasuredRun(target, summary["world_size"], steps, seconds, watts, _cpu_use(run))
+    measured = MeasuredRun(target, summary["world_size"], steps, seconds, watts)
     return measured, run
 
 
@@ -90,19 +89,6 @@ def _is_table(seconds: object) -> bool:
     if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
         return False
     return math.isfinite(sum(numbers)) and seconds["training"] > 0
-
-
-def _cpu_use(run: RunRecord) -> float | None:
-    """The share of the machines' CPUs that training used; None without telemetry."""
-    busy, seconds = 0.0, 0.0
-    for entry in run.telemetry:
-        training = entry["telemetry"].get("training")
-        if training is not None and "cpu" in training:
-            busy += training["cpu"] * training["seconds"]
-            seconds += training["seconds"]
-    if not seconds:
-        return None
-    return busy / seconds
 
 
 class TimePlanner:
@@ -136,23 +122,20 @@ class TimePlanner:
         self.machine = machine
         self.factor = self._fit()  # factor on the machine's times
 
-    def predict(self, gpus: int, crowding: float = 1.0) -> TimePlan:
+    def predict(self, gpus: int) -> TimePlan:
         """Predict the time on `gpus` GPUs.
-
-        Args:
-            crowding: factor by which all work takes longer because ranks share processors.
 
         Raises:
             ValueError: a number of GPUs that does not divide the images, or cannot share the
                 experts.
         """
         measured = self.measured
-        row = self._step(gpus, self.factor * crowding)
+        row = self._step(gpus, self.factor)
         seconds = dict(measured.seconds)
         seconds["training"] = measured.steps * row.step
         for phase in _SHARED:
             if phase in seconds:
-                seconds[phase] *= measured.gpus / gpus * crowding
+                seconds[phase] *= measured.gpus / gpus
         joules = None
         if measured.watts is not None:
             joules = measured.watts * gpus / measured.gpus * sum(seconds.values())

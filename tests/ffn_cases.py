@@ -21,6 +21,7 @@ DTYPES = {"fp64": FP64, "fp32": FP32, "bf16": BF16, "mixed": MIXED}
 TOLERANCES = {
     torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 4e-2,
 }  # fmt: skip
+MASK_32 = 2**32 - 1
 
 
 def ffn_inputs(
@@ -80,3 +81,26 @@ def assert_close(found, expected, dtype) -> None:
         largest = b.abs().max().item() if b.numel() else 0.0
         limit = TOLERANCES[dtype] * max(largest, 1.0)  # a sum may cancel
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=limit)
+
+
+def seeded_noise(seed: torch.Tensor, num_rows: int, hidden_dim: int) -> torch.Tensor:
+    """The noise, int16 [num_rows, hidden_dim], of a seed: the specification for the kernels.
+
+    A hash of (seed, row) is the state of a row. The noise is the upper half of a hash of the state
+    and the column. This takes a tenth of the instructions of Philox (triton.language.rand). Philox
+    would take longer than the experts' products (docs/explanation/performance.md).
+    """
+    row = torch.arange(num_rows, device=seed.device).unsqueeze(1)
+    column = torch.arange(hidden_dim, device=seed.device)
+    state = hash_32(hash_32(row) ^ seed)
+    noise = hash_32((state + column * 0x9E3779B9) & MASK_32) >> 16
+    return (noise - 32768).to(torch.int16)
+
+
+def hash_32(x: torch.Tensor) -> torch.Tensor:
+    """A hash of 32-bit integers, stored in int64: "lowbias32" of C. Wellons' hash-prospector."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & MASK_32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & MASK_32
+    return x ^ (x >> 16)

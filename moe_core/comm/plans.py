@@ -51,42 +51,6 @@ def linear_all_reduce(num_ranks: int) -> Plan:
     return plan
 
 
-def ring_all_gather(num_ranks: int) -> Plan:
-    """As `linear_all_gather`, but every message is passed around a ring of ranks."""
-    plan = Plan("ring all-gather", num_ranks, 1, num_ranks, num_ranks)
-    for rank, program in enumerate(plan.programs):
-        for distance in range(num_ranks - 1):
-            source = (rank - distance) % num_ranks
-            message = _arrived(rank, source, Input(0))
-            program.put(message, (rank + 1) % num_ranks, Slot(source))
-            program.wait((rank - 1) % num_ranks)
-        for source in range(num_ranks):
-            program.copy(_arrived(rank, source, Input(0)), Output(source))
-    return plan
-
-
-def ring_reduce_scatter(num_ranks: int) -> Plan:
-    """As `linear_reduce_scatter`, but each partial sum is passed around a ring of ranks.
-
-    A slot has the index of the rank that receives the sum. The sum for rank j is in the order of
-    the ring, from rank j + 1 to rank j.
-    """
-    plan = Plan("ring reduce-scatter", num_ranks, num_ranks, num_ranks, 1)
-    for rank, program in enumerate(plan.programs):
-        message = Input((rank - 1) % num_ranks)
-        for distance in range(1, num_ranks):
-            program.put(message, (rank + 1) % num_ranks, Slot((rank - distance) % num_ranks))
-            program.wait((rank - 1) % num_ranks)
-            arriving = (rank - distance - 1) % num_ranks
-            message = Slot(arriving)
-            if arriving != rank:
-                program.add(Input(arriving), message)
-        program.copy(message, Output(0))
-        if num_ranks > 1:
-            program.add(Input(rank), Output(0))
-    return plan
-
-
 def two_level_all_to_all(num_ranks: int, ranks_per_node: int) -> Plan:
     """As `linear_all_to_all`, but in two steps.
 

@@ -8,15 +8,12 @@ also the time to its target (docs/explanation/planner.md).
     torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
         --profile here --save-profile machine.json
     python tools/plan_cluster.py output/mine --nodes 4 --gpus-per-node 8 --profile machine.json
-    python tools/plan_cluster.py --nodes 64 --gpus-per-node 8 --batch-size 4 \\
-        --language-model layers=32 dim=4096 hidden=16384 experts=512 --opts AMP_ENABLE true
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,20 +42,12 @@ def parse() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
     add_run_argument(what, "--run", "predict the time that this run would have taken")
-    what.add_argument(
-        "--language-model",
-        nargs="+",
-        metavar="NAME=NUMBER",
-        help="predict a step of this language model, also with its MoE layers as einsums: layers,"
-        " dim, hidden; experts (0: dense), top_k (2), every (2: experts in every second block),"
-        " context (1024), vocabulary (51200)",
-    )
     add_opts_argument(parser)
     parser.add_argument(
         "--batch-size",
         type=int,
-        help="images or sequences per GPU and forward pass (DATA.BATCH_SIZE); default: as"
-        " configured, also by DATA.GLOBAL_BATCH_SIZE",
+        help="images per GPU and forward pass (DATA.BATCH_SIZE); default: as configured, also by"
+        " DATA.GLOBAL_BATCH_SIZE",
     )
     parser.add_argument(
         "--profile",
@@ -90,20 +79,12 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(
-    plan: list[planner.Prediction], machine: Machine, user_gpus: int, context: int | None
-) -> Table:
-    """The predictions, with the user's cluster in bold.
-
-    Args:
-        context: tokens of a sequence; None: the model's inputs are images.
-    """
-    unit = "images/s"
-    if context:
-        unit = "tokens/s"
+def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -> Table:
+    """The predictions, with the user's cluster in bold."""
+    columns = ["GPUs", "nodes", "step, ms", "images/s", "all-to-all"]
     table = number_table(
-        ["GPUs", "nodes", "step, ms", unit, "all-to-all", "r", "d", "algorithm", "GiB a GPU"],
-        [cells_of(row, machine, user_gpus, context or 1) for row in plan],
+        [*columns, "r", "d", "algorithm", "GiB a GPU"],
+        [cells_of(row, machine, user_gpus) for row in plan],
         text_columns=[],
     )
     table.caption = "* your cluster   ! more than a GPU has"
@@ -115,9 +96,7 @@ def table_of(
     return table
 
 
-def cells_of(
-    row: planner.Prediction, machine: Machine, user_gpus: int, per_image: int
-) -> list[str]:
+def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[str]:
     gpus = f"{row.gpus:,}"
     if row.gpus == user_gpus:
         gpus = f"* {gpus}"
@@ -129,7 +108,7 @@ def cells_of(
         r = str(row.strategy.r)
         if row.strategy.r:
             degree, algorithm = str(row.strategy.pipeline_degree), row.strategy.all_to_all
-    step, rate = f"{1e3 * row.step:,.1f}", f"{per_image * row.images / row.step:,.0f}"
+    step, rate = f"{1e3 * row.step:,.1f}", f"{row.images / row.step:,.0f}"
     share = f"{row.exchange_share:.1%}"
     return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
 
@@ -197,9 +176,8 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
 def plan_steps(
     args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
 ) -> None:
-    """Print and draw the predicted step of a configuration or a language model on more and fewer
-    GPUs."""
-    from swinv2_moe import language_plan, planner
+    """Print and draw the predicted step of a configuration on more and fewer GPUs."""
+    from swinv2_moe import planner
     from swinv2_moe.config import model_config, resolve_batch_size, train_config
     from swinv2_moe.planner_figure import draw
 
@@ -207,82 +185,29 @@ def plan_steps(
     batch_size, where = args.batch_size or config.DATA.BATCH_SIZE, "per GPU"
     if config.DATA.GLOBAL_BATCH_SIZE and not args.batch_size:
         batch_size, where = config.DATA.GLOBAL_BATCH_SIZE, "per step over all GPUs"
-    context = None
-    if args.cfg:
-        model = planner.describe(model_config(config))
-        name, batch = Path(args.cfg).stem, f"{batch_size} images"
-    else:
-        language_model = language_plan.parse(args.language_model)
-        group = config.MODEL.MOE.EXPERT_PARALLEL_SIZE
-        model = language_plan.describe(language_model, group, training.use_checkpoint)
-        context = language_model.context
-        millions = (model.trunk_parameters + model.expert_parameters) / 1e6
-        name = f"language model of {millions:,.0f}M parameters"
-        batch = f"{batch_size} x {context:,} tokens"
-
-    def predict(gpus: int, **options) -> planner.Prediction:
-        per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
-        return planner.predict(
-            model, training, machine, gpus, args.gpus_per_node, per_gpu, **options
-        )
-
+    model = planner.describe(model_config(config))
     user_gpus = args.nodes * args.gpus_per_node
     plan, notes = [], []
     for gpus in planner.scales(args.gpus_per_node, user_gpus):
         try:
-            plan.append(predict(gpus))
+            per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
+            plan.append(
+                planner.predict(model, training, machine, gpus, args.gpus_per_node, per_gpu)
+            )
         except (UserError, ValueError) as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
     if not plan:
         raise UserError(notes[0])
-    title = f"{name} on {machine.name}, {args.gpus_per_node} GPUs a node, {batch} {where}"
+    title = (
+        f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node,"
+        f" {batch_size} images {where}"
+    )
     draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)")
-    console.print(table_of(plan, machine, user_gpus, context))
+    console.print(table_of(plan, machine, user_gpus))
     for note in notes:
         console.print(note)
-    if context and model.layers:
-        compare_forms(predict, args, model, console)
     console.print(f"figure: {args.output}")
-
-
-def compare_forms(
-    predict: Callable[..., planner.Prediction],
-    args: argparse.Namespace,
-    model: planner.Model,
-    console: Console,
-) -> None:
-    """Print the prediction for the user's cluster with three forms of the MoE layers: einsums, rows
-    with the linear all-to-all, and rows with the best strategy.
-
-    Args:
-        predict: function that predicts a step on a number of GPUs.
-    """
-    from moe_core.parallel import ParallelStrategy
-
-    gpus = args.nodes * args.gpus_per_node
-    # static: buffers of fixed size, as in the einsum form
-    linear = ParallelStrategy(1, 1, "linear", min(gpus, args.gpus_per_node), "static")
-    try:
-        forms = {
-            "einsums, linear (fairseq)": predict(gpus, einsum=True),
-            "rows, linear": predict(gpus, strategy=linear),
-            "rows, best strategy": predict(gpus),
-        }
-    except ValueError as error:
-        console.print(f"left out: {error}")
-        return
-    baseline = next(iter(forms.values()))
-    num_layers = sum(kind.count for kind in model.layers)
-    rows = []
-    for name, row in forms.items():
-        layer = f"{1e3 * row.moe_layers / num_layers:,.1f}"
-        layer_gain = f"{baseline.moe_layers / row.moe_layers:.2f}"
-        rows.append([name, layer, layer_gain, f"{1e3 * row.step:,.1f}"])
-        rows[-1].append(f"{baseline.step / row.step:.2f}")
-    columns = ["MoE layers", "one layer, ms", "speed-up", "step, ms", "speed-up"]
-    console.print(f"MoE layers by einsums and by rows on {gpus:,} GPUs:")
-    console.print(number_table(columns, rows))
 
 
 def main() -> None:

@@ -6,8 +6,6 @@ All run in interleaved rounds. Prints tables and writes throughput.csv and throu
         --batch-sizes 1 64
     python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
         --dtypes float32 bfloat16 --capacity-factors 1.25 0 --compile off on
-    python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
-        --dtypes float32 float16 --baseline einsum
     python tools/throughput.py --cfg FILE --output DIR --batch-sizes 1 8 --dtypes bfloat16 --graph
     torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training \\
         --batch-sizes 128
@@ -80,12 +78,6 @@ def parse() -> argparse.Namespace:
         help="unmeasured rounds first",
     )
     parser.add_argument(
-        "--baseline",
-        default=DEFAULT.baseline,
-        metavar="MODEL",
-        help="dense; einsum: also the same model with fairseq's einsum dispatch",
-    )
-    parser.add_argument(
         "--graph",
         action="store_true",
         help="replay CUDA graphs: inference on one GPU, for small batches",
@@ -106,7 +98,7 @@ def speed_table(row: Row) -> Table:
     for name, side in row.sides().items():
         ratio = ""
         if side is not row.moe:
-            ratio = median_and_spread(row.ratio(side), 3)
+            ratio = median_and_spread(row.ratio(), 3)
         rate = _rate(row.images_per_second(side))
         mfu = f"{statistics.median(row.mfu(side)):.1%}"
         lines.append([name, rate, mfu, ratio, _latency(side)])
@@ -125,13 +117,8 @@ def cost_table(rows: Sequence[Row]) -> Table:
 
 
 def summary(row: Row) -> str:
-    """The heading of a combination's table: how its tokens were routed, and published ratios."""
-    from swinv2_moe.measure.einsum_baseline import PUBLISHED_RATIO
-
-    line = f"{row.combination}: {row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
-    if row.einsum is not None:
-        line += f"; einsum published {PUBLISHED_RATIO[row.combination.mode]}"
-    return line
+    """The heading of a combination's table: how its tokens were routed."""
+    return f"{row.combination}: {row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
 
 
 def _rate(values: Sequence[float]) -> str:
@@ -170,7 +157,6 @@ def main() -> None:
         tuple(args.compile),
         args.rounds,
         args.warmup,
-        args.baseline,
         args.graph,
     )
     plan = combinations(args.cfg, args.opts, options)
@@ -180,10 +166,7 @@ def main() -> None:
     # wide enough that no row of a table wraps
     console = Console(width=500)
     rows: list[Row] = []
-    measured = throughput.measure(
-        plan, options.rounds, options.warmup, options.baseline, options.graph
-    )
-    for row in measured:
+    for row in throughput.measure(plan, options.rounds, options.warmup, options.graph):
         if not rows:
             title = throughput_report.headline(plan, row.ranks)
             if options.graph:

@@ -9,8 +9,6 @@ are timed. Only times of the same series are compared.
   learning rate is 0, which does not change the amount of work, so that every round has the same
   weights.
 - bfloat16 and float16: autocast, as in training and evaluation; the weights stay in fp32.
-- The einsum baseline: a third model with the same weights, whose MoE layers compute as fairseq's do
-  (measure.einsum_baseline). Its outputs are first compared with the model's.
 - Images/s: of all ranks together; a round takes as long as its slowest rank.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
   (models.complexity, without dropped choices), three times as many in training, divided by the
@@ -33,7 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -52,11 +50,6 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.cuda_graph import capture, check_graph
-from swinv2_moe.measure.einsum_baseline import (
-    check_same_outputs,
-    einsum_config,
-    use_einsum_layers,
-)
 from swinv2_moe.measure.rounds import (
     interleaved,
     machine,
@@ -102,29 +95,22 @@ class Row:
     product_flops: int
     dropped: float  # share of the choices in the last pass whose expert was full
     largest_load: float  # of any expert in any layer, in units of an even share
-    einsum: Side | None = None  # the model with experts, computed with einsums
 
     def sides(self) -> dict[str, Side]:
         """The models by name."""
-        named = {"experts": self.moe, "dense": self.dense}
-        if self.einsum is not None:
-            named["einsum"] = self.einsum
-        return named
+        return {"experts": self.moe, "dense": self.dense}
 
     def images_per_second(self, side: Side) -> list[float]:
         """Images/s of all ranks together, in each round."""
         return [1e3 * self.combination.batch_size * self.ranks / t for t in side.times]
 
-    def ratio(self, base: Side | None = None) -> list[float]:
-        """Images/s with experts divided by the images/s of `base` (None: the dense model), in each
-        round.
+    def ratio(self) -> list[float]:
+        """Images/s with experts divided by the dense model's images/s, in each round.
 
         Raises:
             ValueError: the two were not timed in the same rounds.
         """
-        if base is None:
-            base = self.dense
-        return ratios(base.times, self.moe.times)
+        return ratios(self.dense.times, self.moe.times)
 
     def mfu(self, side: Side) -> list[float]:
         """The share of the measured peak FLOPs, in each round. Raises what `ratio` raises."""
@@ -132,9 +118,7 @@ class Row:
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
 
 
-def measure(
-    plan: Plan, rounds: int, warmup: int, baseline: str = "dense", graph: bool = False
-) -> Iterator[Row]:
+def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterator[Row]:
     """Measure each combination of `plan`. Every rank iterates over all combinations.
 
     Yields:
@@ -142,8 +126,7 @@ def measure(
 
     Raises:
         UserError: experts or a strategy that do not fit the ranks; a GPU whose memory is too small;
-            float16 on a CPU; an einsum baseline whose outputs differ from the model's; with
-            `graph`, a pass that cannot be captured.
+            float16 on a CPU; with `graph`, a pass that cannot be captured.
     """
     config = plan[0][1]
     run = run_config(config)
@@ -152,7 +135,6 @@ def measure(
             "combinations": [str(one) for one, *_ in plan],
             "--rounds": rounds,
             "--warmup": warmup,
-            "--baseline": baseline,
             "--graph": graph,
         }
         check_same_start(flatten(config) | measured, world)
@@ -167,11 +149,7 @@ def measure(
             modes = [combination.mode for combination, *_ in plan]
             check_graph(modes, [combination.compile for combination, *_ in plan], world)
         sizes = [measure_model(model, _classes(model)) for model in map(model_config, plan[0][1:])]
-        if baseline == "einsum":
-            sizes.append(sizes[0])
         for combination, *configs in plan:
-            if baseline == "einsum":
-                configs.append(einsum_config(configs[0]))
             configs = [all_sections(config) for config in configs]
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world, graph)
@@ -199,19 +177,15 @@ def _measure(
     world: World,
     graph: bool,
 ) -> Row:
-    """Measure one combination. `configs` and `sizes` are those of the model with experts, the dense
-    model and, if it is measured, the einsum baseline."""
+    """Measure one combination. `configs` and `sizes` are those of the model with experts and of the
+    dense model."""
     # frees the models of the previous combination, which DDP keeps in a reference cycle
     gc.collect()
     torch.compiler.reset()  # otherwise they would count towards dynamo's limit of recompilations
     before = machine(world.device.type)
     subjects = [prepare(combination.mode, config, world) for config in configs]
-    if len(subjects) == 3:
-        use_einsum_layers(subjects[2].model)
-        images = _batch(configs[0].data, world).images
-        check_same_outputs(subjects[0].model, subjects[2].model, images, world)
     product, flops = matrix_product(getattr(torch, combination.dtype), world.device)
-    names = ("moe", "dense", "einsum")[: len(subjects)]
+    names = ("moe", "dense")
     alternatives = {name: subject.run for name, subject in zip(names, subjects, strict=True)}
     alternatives["product"] = product
     with prepared_for_inference(subjects):
@@ -223,13 +197,10 @@ def _measure(
         times = interleaved(alternatives, rounds, warmup, world)
     peaks = [None if None in values else max(values) for values in memory]
     timed = [times[name] for name in names]
-    moe, dense, *einsum = map(Side, timed, sizes, first, peaks, map(_held, subjects))
+    moe, dense = map(Side, timed, sizes, first, peaks, map(_held, subjects))
     routing = world.gather(_routing(subjects[0].model))
     dropped, load = statistics.mean(share for share, _ in routing), max(load for _, load in routing)
-    row = Row(combination, world.size, before, moe, dense, times["product"], flops, dropped, load)
-    if einsum:
-        row = replace(row, einsum=einsum[0])
-    return row
+    return Row(combination, world.size, before, moe, dense, times["product"], flops, dropped, load)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from swinv2_moe.measure.spread import check_rounds
 # matrix products in units of a forward pass; the backward pass has two for each of them
 PASSES = {"inference": 1, "training": 3}
 DTYPES = ("float32", "bfloat16", "float16")
-BASELINES = ("dense", "einsum")
 SWITCH = ("off", "on")
 
 
@@ -28,7 +27,6 @@ class Options:
     compile: tuple[str, ...] = ("off",)
     rounds: int = 10
     warmup: int = 2
-    baseline: str = "dense"  # "einsum": the einsum form of the model, beside the dense one
     graph: bool = False  # replay CUDA graphs of the models' passes
 
     def __post_init__(self) -> None:
@@ -36,7 +34,6 @@ class Options:
             ("mode", self.mode, PASSES),
             ("dtypes", self.dtypes, DTYPES),
             ("compile", self.compile, SWITCH),
-            ("baseline", (self.baseline,), BASELINES),
         ):
             for value in values:
                 if value not in allowed:

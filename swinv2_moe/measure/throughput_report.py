@@ -58,11 +58,7 @@ def record(row: Row) -> dict[str, object]:
         columns.update({f"{name}_q1": low, name: middle, f"{name}_q3": high})
 
     add("moe_over_dense", row.ratio())
-    sides = {"moe": row.moe, "dense": row.dense}
-    if row.einsum is not None:
-        add("moe_over_einsum", row.ratio(row.einsum))
-        sides["einsum"] = row.einsum
-    for name, side in sides.items():
+    for name, side in (("moe", row.moe), ("dense", row.dense)):
         add(f"{name}_images_per_second", row.images_per_second(side))
         add(f"{name}_mfu", row.mfu(side))
         columns |= {f"{name}_{which}_ms": value for which, value in latencies(side.times).items()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_cases import make_layer, owned
 from torch import Tensor, nn
 
-from moe_core import MoELayer, gather_ahead, use_einsum
+from moe_core import MoELayer, gather_ahead
 from moe_core.checkpoint import load_tensors, save_tensors
 from moe_core.parallel import ParallelStrategy, make_expert_groups
 from moe_core.parallel.strategy import valid_r
@@ -63,9 +63,6 @@ def every_strategy(rank: int, world_size: int, num_experts: int) -> None:
     for r in valid_r(num_experts, world_size):
         for degree in (1, 2) if r else (1,):
             check_equals_one_process(layer, single, strategy=ParallelStrategy(r, degree))
-    if num_experts >= world_size:
-        use_einsum(layer)
-        check_equals_one_process(layer, single)
 
 
 @pytest.mark.parametrize(("world_size", "num_experts"), [(2, 4), (2, 1), (4, 4), (4, 2)])

@@ -144,33 +144,6 @@ def test_a_global_batch_is_divided_over_the_gpus(rows):
     assert 256 in found
 
 
-LANGUAGE_MODEL = "--language-model layers=4 dim=256 hidden=1024 experts=16 context=128"
-
-
-def test_a_language_model_is_compared_with_its_einsum_form(rows, tmp_path):
-    found, out = rows(LANGUAGE_MODEL, "--batch-size 32", CLUSTER, "--opts AMP_ENABLE true")
-    assert "45M parameters on a100-hdr, 8 GPUs a node, 32 x 128 tokens per GPU" in out
-    assert "tokens/s" in out
-    assert list(found) == [2**k for k in range(13)]
-    step, tokens = (number(found[16][column]) for column in (1, 2))
-    assert tokens == pytest.approx(16 * 32 * 128 / step * 1000, rel=0.05)  # step is rounded
-    table = out[out.index("MoE layers by einsums and by rows on 16 GPUs") :].splitlines()
-    numbers = [line.split()[-4:] for line in table if line.strip().startswith(("einsums", "rows"))]
-    layers, layer_gains, steps, step_gains = zip(*(map(float, row) for row in numbers), strict=True)
-    assert layers[0] > layers[1] >= layers[2]
-    assert steps[0] > steps[1] >= steps[2]
-    assert layer_gains[0] == step_gains[0] == 1
-    assert steps[2] == step
-    assert (tmp_path / "plan.png").exists()
-
-
-def test_a_language_model_without_an_einsum_form(rows):
-    _, out = rows(LANGUAGE_MODEL, "--nodes 4 --gpus-per-node 8")
-    assert "left out: the einsum form needs num_experts (16)" in out
-    _, out = rows(LANGUAGE_MODEL, "experts=0", CLUSTER)
-    assert "einsum" not in out
-
-
 BAD_INPUT = {
     "--nodes 0": "--nodes is 0",
     "--gpus-per-node -1": "--gpus-per-node is -1",
@@ -190,12 +163,6 @@ def test_bad_input_is_one_line(words, plan):
     *finished, figure = plan(*CFG, CLUSTER, words)
     assert_one_line(Finished(*finished), BAD_INPUT[words])
     assert not figure.exists()
-
-
-def test_a_bad_word_of_a_language_model_is_one_line(plan):
-    *finished, _ = plan("--language-model layers=2 depth=3", CLUSTER)
-    says = "error: --language-model depth=3: must be NAME=NUMBER"
-    assert_one_line(Finished(*finished), says)
 
 
 def test_scales():

@@ -93,20 +93,6 @@ def test_throughput_of_two_ranks(start_ranks, tiny, tmp_path):
     assert [outcome.out.count("2 processes") for outcome in ended] == [1, 0]
 
 
-def test_throughput_beside_the_einsum_baseline(throughput, tiny, tmp_path):
-    chosen = "--batch-sizes 2 --mode inference training --baseline einsum"
-    finished = throughput(*CFG, "--output", tmp_path, chosen, QUICK, *tiny)
-    assert (finished.status, finished.err) == (0, "")
-    for r, published in zip(rows_of(tmp_path / "throughput.csv"), ("2.11", "1.55"), strict=True):
-        assert len(r["einsum_ms"].split()) == 3
-        assert float(r["moe_over_einsum"]) > 0
-        assert r["einsum_held_bytes"] == r["moe_held_bytes"]
-        assert f"einsum published {published}\n" in finished.out
-    assert finished.out.count("| einsum  |") == 2
-    printed = finished.out.replace(str(tmp_path), "DIR")
-    assert max(map(len, printed.splitlines())) <= 100
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
 def test_float16_needs_a_gpu(throughput, tiny, tmp_path):
     finished = throughput(*CFG, "--output", tmp_path, "--dtypes", "float16", QUICK, *tiny)
@@ -148,7 +134,6 @@ BAD = {
     "--dtypes float8": "--dtypes is 'float8', allowed: float32, bfloat16, float16",
     "--batch-sizes 0": "--batch-sizes is 0, it must be at least 1",
     "--rounds 0": "--rounds is 0, it must be at least 1",
-    "--baseline tutel": "--baseline is 'tutel', allowed: dense, einsum",
     "--mode eval": "--mode is 'eval', allowed: inference, training",
     "--capacity-factors nan": "MODEL.MOE.EVAL_CAPACITY_FACTOR",
     "--opts MODEL.MOE.NUM_EXPERTS 0": "MODEL.MOE.NUM_EXPERTS is 0",

@@ -26,7 +26,7 @@ def described() -> tuple:
 
 
 def measured(step: float, gpus: int = 1, steps: int = 100, **more) -> MeasuredRun:
-    values = {"watts": None, "cpu": None} | more
+    values = {"watts": None} | more
     return MeasuredRun(90.0, gpus, steps, SECONDS | {"training": steps * step}, **values)
 
 
@@ -60,15 +60,6 @@ def test_the_runs_own_time_comes_out(described):
     plan = TimePlanner(run, model, training, 128, MACHINE, 1).predict(1)
     assert plan.total == pytest.approx(sum(run.seconds.values()), rel=1e-6)
     assert plan.joules == pytest.approx(200 * plan.total)
-
-
-def test_ranks_that_share_processors_take_longer(described):
-    model, training = described
-    times = TimePlanner(measured(0.25), model, training, 128, MACHINE, 1)
-    alone, crowded = times.predict(1), times.predict(1, crowding=2)
-    assert crowded.seconds["training"] == pytest.approx(2 * alone.seconds["training"], rel=1e-6)
-    assert crowded.seconds["validation"] == 2 * alone.seconds["validation"]
-    assert crowded.seconds["start"] == alone.seconds["start"]
 
 
 def test_what_cannot_be_predicted(described):
@@ -119,7 +110,6 @@ def test_what_a_run_has_measured(run):
     assert (found.target, found.gpus, found.steps, found.step) == (90.0, 2, 20, 2.0)
     assert found.seconds["training"] == 40.0
     assert found.watts == pytest.approx(50.0)  # 5,000 J in 100 s
-    assert found.cpu == pytest.approx(0.6)
     assert record.config.MODEL.TYPE
     change(run, target_top1=None, target_step=None, phases_to_target=None, joules=None)
     found, _ = measured_run(run)

@@ -132,7 +132,6 @@ def test_options_that_cannot_be():
         ({"dtypes": ("float8",)}, "--dtypes is 'float8', allowed: float32, bfloat16, float16"),
         ({"compile": ("yes",)}, "--compile is 'yes', allowed: off, on"),
         ({"batch_sizes": (8, 0)}, "--batch-sizes is 0, it must be at least 1"),
-        ({"baseline": "tutel"}, "--baseline is 'tutel', allowed: dense, einsum"),
         ({"rounds": 0}, "--rounds is 0, it must be at least 1"),
         ({"warmup": -1}, "--warmup is -1, it must be at least 0"),
     ):

@@ -27,7 +27,6 @@ from moe_core.parallel import (
     valid_r,
 )
 from moe_core.parallel.cost_model import LayerShape, candidates, layer_time, ranked, volume
-from moe_core.parallel.einsum_cost import einsum_layer_time
 
 A100 = PROFILES["a100-hdr"]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planner.md"
@@ -265,29 +264,6 @@ def test_parts_add_up_and_a_pipeline_hides_at_most_the_shorter_part():
     assert piped.total < plain.total
 
 
-def test_einsums_grow_with_the_square_of_the_tokens():
-    """Beside the layer by rows they have 2 products with a mask [T, E C] forward, 3 backward."""
-    config = MoEConfig(2048, 2048, 16, top_k=2, capacity_factor=1.0)
-    strategy = ParallelStrategy(1, ranks_per_node=8)
-    for tokens, training, products in ((4096, True, 5), (8192, True, 5), (8192, False, 2)):
-        shape = replace(LayerShape.of(config, tokens, training=training), counts_first=False)
-        rows = layer_time(A100, shape, 16, strategy)
-        einsum = einsum_layer_time(A100, shape, 16, 8)
-        flops = products * 2 * tokens * (2 * tokens) * 2048
-        assert einsum.dispatch - rows.dispatch == pytest.approx(flops / A100.flops)
-        assert replace(einsum, dispatch=rows.dispatch) == rows
-
-
-def test_einsums_compute_the_whole_capacity():
-    dropless = shape_of(16, 64, model_dim=512)
-    padded = replace(dropless, capacity=128)
-    short, long = (einsum_layer_time(A100, shape, 16, 8) for shape in (dropless, padded))
-    assert long.experts > short.experts
-    assert long.exchange > short.exchange
-    with pytest.raises(ValueError, match=r"num_experts \(4\) to be at least .* \(16\)"):
-        einsum_layer_time(A100, shape_of(4), 16, 8)
-
-
 def test_many_small_messages_want_2dh_and_few_large_ones_do_not():
     def pair(size, rows):
         shape = shape_of(size, rows, model_dim=2048, hidden_dim=2048)
@@ -423,6 +399,18 @@ def exchange_share(size: int) -> float:
     return 100 * time.exchange / time.total
 
 
+def einsum_layer_time(machine: Machine, shape: LayerShape, size: int, per_node: int) -> float:
+    """Seconds of the layer in GShard's einsum form, fairseq's, with a linear all-to-all: dispatch
+    and combine are products with a mask [T, E C]. The time to compute the masks is neglected."""
+    buffers = replace(shape, rows_per_expert=shape.capacity or shape.rows_per_expert)
+    buffers = replace(buffers, counts_first=False)
+    time = layer_time(machine, buffers, size, ParallelStrategy(1, 1, "linear", per_node))
+    # A backward pass has three products: the gradients of tokens, buffers and combine weights.
+    slots = buffers.num_experts * buffers.rows_per_expert  # E C
+    flops = 5 * 2 * shape.tokens * slots * shape.model_dim
+    return time.total + flops / machine.rate(shape.element_size)
+
+
 def staircase(size: int) -> dict[str, float]:
     """Seconds of the layer of section 5.2 as Tutel's features are added to Fairseq's."""
     tokens, dim = 16384, 2048
@@ -431,7 +419,7 @@ def staircase(size: int) -> dict[str, float]:
         layer_time(PAPER, shape, size, ParallelStrategy(1, 1, algorithm, 8)).total
         for algorithm in ("linear", "2dh")
     )
-    einsum = einsum_layer_time(PAPER, shape, size, 8).total
+    einsum = einsum_layer_time(PAPER, shape, size, 8)
     # the layout (W, E_g, C, M): W small products in the place of one read the weights W times, from
     # L2; forward and gradient of the input (the gradient of the weights sums over W anyhow)
     weights = 2 * 2 * dim * dim * shape.element_size
@@ -483,7 +471,7 @@ def blog_layer(size: int) -> tuple[float, float]:
     linear all-to-all, and with the best strategy. 32 x 1,024 tokens, two experts a GPU."""
     config = MoEConfig(2048, 2048, 2 * size, top_k=2, capacity_factor=1.0)
     shape = LayerShape.of(config, 32 * 1024)
-    einsum = einsum_layer_time(PAPER, shape, size, 8).total
+    einsum = einsum_layer_time(PAPER, shape, size, 8)
     linear = layer_time(PAPER, shape, size, ParallelStrategy(1, 1, "linear", 8, "static")).total
     return einsum / linear, einsum / ranked(PAPER, shape, size, 8)[0][1]
 

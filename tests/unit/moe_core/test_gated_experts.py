@@ -10,7 +10,6 @@ from ffn_cases import FP32, ffn_inputs, outcome
 from moe_cases import make_layer
 
 from moe_core import MoEConfig, MoELayer, prepared, register_activation, register_gated_activation
-from moe_core.einsum import use_einsum
 from moe_core.export import StandardMoE
 from moe_core.ops import expert_ffn, make_plan, moe_ffn
 from moe_core.ops.ffn import reference
@@ -92,14 +91,6 @@ def test_the_initial_values_of_the_other_parameters_are_the_ungated_ones():
     with_gate = MoELayer(MoEConfig(6, 10, 4, gated=True)).experts
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, getattr(with_gate, name))
-
-
-def test_einsums_give_the_same():
-    layer = make_layer(gated=True, activation="silu", top_k=2, capacity_factor=1.0)
-    x = torch.randn(12, 6, dtype=torch.float64)
-    expected = layer(x)[0]
-    use_einsum(layer)
-    torch.testing.assert_close(layer(x)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from ffn_cases import seeded_noise
 
-from moe_core.ops.ffn.dropout import Dropout, draw_seed, seeded_noise
+from moe_core.ops.ffn.dropout import Dropout, draw_seed
 
 ROWS, COLUMNS = 512, 768
 

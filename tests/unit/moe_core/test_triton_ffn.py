@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ffn_cases import FUNCTIONS, assert_close, ffn_inputs
+from ffn_cases import FUNCTIONS, assert_close, ffn_inputs, seeded_noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
@@ -25,7 +25,6 @@ from moe_core.experts import Experts
 from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn
 from moe_core.ops.backend import Request, select
 from moe_core.ops.ffn import reference
-from moe_core.ops.ffn.dropout import seeded_noise
 from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
