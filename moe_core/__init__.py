@@ -29,11 +29,11 @@ from moe_core.registry import (
 
 _MODULES = {
     "balance": ("reset_balance_loads", "update_balance"),
+    "capacity": ("RoutingStats",),
     "checkpoint": ("count_experts", "load_tensors", "save_tensors"),
     "layer": ("MoELayer",),
     "losses": ("AuxiliaryLoss", "RoutingScores"),
     "ops": ("check_kernels", "cpu_computes_in", "release_buffers"),
-    "routing_stats": ("RoutingStats",),
     "torch_tools": ("ignore_experts",),
     "training": (
         "WithoutExperts",
