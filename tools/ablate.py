@@ -1,4 +1,4 @@
-"""`swinv2-moe ablate` from a clone of the repository."""
+"""The old name of tools/sweep.py: `swinv2-moe ablate` from a clone of the repository."""
 
 from swinv2_moe.commands import run
 

@@ -43,8 +43,8 @@ COMMANDS = {
     "throughput": Command("tools", "images/s of a configuration, beside the dense model"),
     "roofline": Command("tools", "phases of a step beside the machine's peaks"),
     "plan-cluster": Command("tools", "predicted step time and memory on 1 to 4,096 GPUs"),
-    "ablate": Command("tools", "train variants with several seeds, and compare them"),
-    "scaling": Command("tools", "epochs to a target accuracy against the batch size"),
+    "sweep": Command("tools", "train variants with several seeds, and compare them"),
+    "scaling": Command("tools", "sweep over batch sizes and optimisers, until a target"),
     "quickstart": Command("tools", "digits, with experts and dense, in 3 minutes"),
     "workflow": Command("tools", "from shards to few-shot evaluation"),
     "configs": Command(None, "the configurations that --cfg knows by name"),
@@ -56,6 +56,7 @@ COMMANDS = {
     "prepare-coco": Command("data", "lay out and check COCO"),
     "prepare-imagenet": Command("data", "unpack and check ImageNet"),
 }
+RENAMED = {"ablate": "sweep"}  # old names, for one release
 # Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
 # that start other commands leave the choice to them.
 CHOOSE_THREADS = {
@@ -72,6 +73,9 @@ CHOOSE_THREADS = {
 
 def run(name: str) -> None:
     """Run a command with the arguments in `sys.argv`. Errors are handled as in `run_command`."""
+    if name in RENAMED:
+        say(f"`{name}` is now `{RENAMED[name]}`", file=sys.stderr)
+        name = RENAMED[name]
     # torch's C++ code logs a backtrace for each failed attempt to reach another rank; run_command
     # prints what failed in one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -98,7 +102,7 @@ def main() -> None:
         say(f"swinv2-moe {version('swinv2-moe')}")
         return
     name = words[0].replace("_", "-")
-    if name not in COMMANDS:
+    if name not in COMMANDS and name not in RENAMED:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = "; `swinv2-moe --help` lists them"
         if nearest:

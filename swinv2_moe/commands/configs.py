@@ -14,7 +14,7 @@ from swinv2_moe.config_files import comment, config_names, find_config
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console
 
-# Not experiments: recipes that other configurations start from, and plans of `swinv2-moe ablate`
+# Not experiments: recipes that other configurations start from, and plans of `swinv2-moe sweep`
 _PARTS = ("ablations/", "detection/_base_/")
 _TOP_1 = re.compile(r"Accuracy.*?(?:top-1 (\d+\.\d+)|(\d+\.\d+)% top-1)")
 

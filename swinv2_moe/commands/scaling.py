@@ -1,12 +1,14 @@
 """Train with several batch sizes and optimisers until a target, and count the epochs.
 
+For one release: `sweep` with a plan replaces it.
+
     python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 --jobs 2 \\
         --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling
     python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 \\
         --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling --table
 
 Started again, it continues where it stopped; finished runs are not repeated. --table prints the
-table so far at any time. Results: scaling.csv and scaling.png in the output directory. An optimiser
+table so far at any time. Results: results.md and results.json in the output directory. An optimiser
 may have a TRAIN.BASE_LR of its own. Each run also measures the gradient's noise scale, the batch
 size up to which larger batches save steps.
 """
@@ -14,8 +16,7 @@ size up to which larger batches save steps.
 from __future__ import annotations
 
 import argparse
-import signal
-from functools import partial
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +26,12 @@ from swinv2_moe.command import (
     add_opts_argument,
     output_directory,
 )
+from swinv2_moe.commands.sweep import add_run_arguments, check_runs, run_all, show
 from swinv2_moe.errors import UserError
-from swinv2_moe.jobs import Jobs, end_by_signal
-from swinv2_moe.tables import Console
+from swinv2_moe.output import say
 
 if TYPE_CHECKING:
-    from swinv2_moe.measure.scaling_results import Point
+    from swinv2_moe.measure.sweep import Plan
 
 _NOISE_SCALE_FREQ = 5  # steps
 
@@ -38,8 +39,6 @@ _NOISE_SCALE_FREQ = 5  # steps
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_config_argument(parser)
-    parser.add_argument("--data", metavar="DIR", help="the data set (DATA.PATH)")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of all runs")
     parser.add_argument(
         "--target", required=True, type=float, metavar="PERCENT", help="validation top-1 to reach"
     )
@@ -54,10 +53,7 @@ def parse() -> argparse.Namespace:
         help="adamw, sgd, lamb, lars; LR: TRAIN.BASE_LR (default: adamw)",
     )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)"
-    )
-    parser.add_argument("--table", action="store_true", help="only print the table so far")
+    add_run_arguments(parser)
     add_opts_argument(parser)
     args = parser.parse_args()
     for option, values in (
@@ -72,77 +68,37 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def points(args: argparse.Namespace) -> list[Point]:
-    """The runs in order of their seeds.
+def read_plan(args: argparse.Namespace) -> Plan:
+    """A variant for each optimiser and batch size, which trains until the target."""
+    from swinv2_moe.measure.sweep import Plan, Variant
 
-    Raises:
-        UserError: an option cannot be read, or a configuration cannot be used or differs from that
-            of an existing run.
-    """
-    from swinv2_moe.config import load_config, resolve_batch_size
-    from swinv2_moe.measure.ablation_plan import check_unchanged
-    from swinv2_moe.measure.scaling_results import Point
-
-    all_points = []
-    for seed in range(args.seeds):
-        for word in dict.fromkeys(args.optimizers):
-            name, separator, rate = word.partition("=")
-            for batch_size in dict.fromkeys(args.batch_sizes):
-                opts = [
-                    *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
-                    *args.opts,
-                    *("TRAIN.OPTIMIZER.NAME", name),
-                    *("DATA.GLOBAL_BATCH_SIZE", str(batch_size)),
-                    *("TRAIN.TARGET_TOP1", str(args.target)),
-                    *("TRAIN.NOISE_SCALE_FREQ", str(_NOISE_SCALE_FREQ)),
-                    *("SEED", str(seed)),
-                ]
-                if separator:
-                    opts += ["TRAIN.BASE_LR", rate]
-                config = resolve_batch_size(load_config(args.cfg, opts, args.data), 1)
-                point = Point(word, batch_size, seed, tuple(opts))
-                check_unchanged(Path(args.output) / point.name, "this command", config)
-                all_points.append(point)
-    return all_points
-
-
-def train(point: Point, output: Path, args: argparse.Namespace, jobs: Jobs) -> None:
-    """Train or continue a run. A finished run is not repeated.
-
-    Raises:
-        UserError: the run failed, or a signal ended it before its last epoch.
-    """
-    directory = output / point.name
-    directory.mkdir(exist_ok=True)
-    if (directory / "summary.json").is_file():
-        return
-    words = ["--cfg", args.cfg, "--output", directory, "--resume", "auto"]
-    if args.data:
-        words += ["--data", args.data]
-    jobs.run(directory / "scaling.log", "train", *words, "--opts", *point.opts)
-    if not (directory / "summary.json").is_file():
-        raise UserError(f"{directory}: the training was told to stop")
-
-
-def show(runs: list[Point], output: Path, target: float) -> None:
-    from swinv2_moe.measure import scaling_results
-
-    results = scaling_results.read(runs, output)
-    if not results:
-        raise UserError(f"{output}: no run has ended yet")
-    scaling_results.write_csv(results, output / "scaling.csv")
-    scaling_results.draw(results, target, output / "scaling.png")
-    console = Console(width=200)
-    console.print(scaling_results.table(results))
-    console.print(f"{output}/scaling.csv, scaling.png")
+    variants = {}
+    for word in args.optimizers:
+        optimizer, separator, rate = word.partition("=")
+        for batch_size in args.batch_sizes:
+            name = f"{word.replace('=', '-')}-batch{batch_size}"
+            opts = [
+                *("PRINT_FREQ", str(_NOISE_SCALE_FREQ)),
+                *args.opts,
+                *("TRAIN.OPTIMIZER.NAME", optimizer),
+                *("DATA.GLOBAL_BATCH_SIZE", str(batch_size)),
+                *("TRAIN.TARGET_TOP1", str(args.target)),
+                *("TRAIN.NOISE_SCALE_FREQ", str(_NOISE_SCALE_FREQ)),
+            ]
+            if separator:
+                opts += ["TRAIN.BASE_LR", rate]
+            variants[name] = Variant(name, Path(args.cfg), tuple(opts))
+    return Plan(next(iter(variants)), args.seeds, variants)
 
 
 def main() -> None:
     args = parse()
-    runs = points(args)
-    output = output_directory(args.output)
+    say("scaling leaves in the next release: `sweep` with a plan replaces it", file=sys.stderr)
+    args.transfer, args.images = None, 0
+    plan = read_plan(args)
+    output = Path(args.output)
+    runs = check_runs(list(plan.variants.values()), plan.seeds, output, args.data)
+    output_directory(args.output)
     if not args.table:
-        signal.signal(signal.SIGTERM, end_by_signal)
-        jobs = Jobs(args.jobs)
-        jobs.run_all({point.name: partial(train, point, output, args, jobs) for point in runs})
-    show(runs, output, args.target)
+        run_all(plan, runs, output, args)
+    show(plan, output)

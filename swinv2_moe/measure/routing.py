@@ -46,7 +46,7 @@ _LEVELS = 4  # levels of a patch's mean red, green and blue: 64 kinds of colour
 # Boundaries between the kinds of contrast: standard deviation of a patch's brightness, from 0 to
 # 255.
 _CONTRASTS = (1, 2, 4, 8, 16, 32, 64)
-DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
+_DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
 
 def entropy(counts: np.ndarray) -> float:
@@ -181,7 +181,7 @@ def draw_routing(
             be used.
     """
     _check(output, count, limit)
-    opts = list(opts) + list(DROPLESS)
+    opts = list(opts) + list(_DROPLESS)
     with open_deployed(resume, data, dataset, opts) as deployed:
         num_experts = deployed.model_config.experts.num_experts
         if not num_experts:
@@ -213,6 +213,7 @@ def draw_routing(
     _save(figures, output)
     results = deployed.facts() | {
         "images": len(classes),
+        "limit": limit,
         "classes": num_classes,
         "class_bits": entropy(np.bincount(classes)),
     }
@@ -312,19 +313,6 @@ def _count(
             unreadable.add(bad)
             bar.advance("")
     return layers, np.concatenate(classes), list(unreadable.paths)
-
-
-def class_bits(model: nn.Module, source: Source, deployed: Deployed, num_classes: int) -> float:
-    """Mutual information in bits of expert and class above chance, the mean over the MoE layers.
-
-    Chance is `chance_information`, so that the result may be slightly below 0.
-    """
-    layers, classes, _ = _count(model, source, deployed)
-    bits = []
-    for layer in layers.values():
-        information = layer.summary(classes, num_classes)["bits"]
-        bits.append(information["class"] - information["class_by_chance"])
-    return float(np.mean(bits))
 
 
 def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:

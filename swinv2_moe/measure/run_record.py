@@ -91,8 +91,11 @@ def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
     return 1
 
 
-def read_run(directory: Path) -> RunRecord:
+def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
     """Read the run in `directory`.
+
+    Args:
+        needs_steps: False: an epoch without a logged step is enough.
 
     Raises:
         NotBegunError: the run has not logged a step yet.
@@ -102,7 +105,8 @@ def read_run(directory: Path) -> RunRecord:
         raise UserError(f"{directory}: is not a run directory")
     entries, num_lines = _read_entries(directory)
     steps = [entry for entry in entries if "loss" in entry]
-    if not steps:
+    epochs = [entry for entry in entries if "val_top1" in entry]
+    if not steps and (needs_steps or not epochs):
         raise NotBegunError(
             f"{directory}: metrics.jsonl has no logged step (of {num_lines} lines); has the run"
             " begun?"
@@ -115,7 +119,7 @@ def read_run(directory: Path) -> RunRecord:
         directory.resolve().name,
         config_from_text(text, str(directory / "config.yaml")),
         steps,
-        [entry for entry in entries if "val_top1" in entry],
+        epochs,
         [entry["environment"] for entry in entries if "environment" in entry],
         read_summary(directory / "summary.json"),
         num_lines - len(entries),

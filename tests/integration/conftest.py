@@ -10,8 +10,8 @@ from gloo_processes import Outcome, Processes, run_script
 from PIL import Image
 from tool_cases import Finished, command, words
 
+from swinv2_moe.commands.sweep import Jobs
 from swinv2_moe.config import load_config
-from swinv2_moe.jobs import Jobs
 from swinv2_moe.train import train
 from swinv2_moe.train.meta import read_meta
 

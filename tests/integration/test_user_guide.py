@@ -56,7 +56,7 @@ def place(tmp_path_factory):
 def test_the_guide_names_every_command():
     text = "".join(BLOCKS)
     # elsewhere, or part of others
-    absent = "quickstart workflow convert_checkpoint plan_cluster detect ablate scaling"
+    absent = "quickstart workflow convert_checkpoint plan_cluster detect sweep ablate scaling"
     tools = {tool.stem for tool in (ROOT / "tools").glob("*.py")} - set(absent.split())
     assert tools <= set(re.findall(r"tools/(\w+)\.py", text))
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from swinv2_moe.config import load_config, model_config
-from swinv2_moe.measure.ablation_plan import read_plan
+from swinv2_moe.measure.sweep import read_plan
 from swinv2_moe.models import measure_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PLANS = sorted(CONFIGS.glob("ablations/*.yaml"))  # of tools/ablate.py, not configurations
+PLANS = sorted(CONFIGS.glob("ablations/*.yaml"))  # of tools/sweep.py, not configurations
 EXPERIMENTS = sorted(
     file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml" and file not in PLANS
 )

@@ -1,25 +1,41 @@
-"""tools/ablate.py: tiny runs, what is not repeated, and refusals in one line."""
+"""tools/sweep.py: tiny runs, what is not repeated, its old names, and refusals in one line."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from tool_cases import ROOT, assert_one_line, command
 
-from swinv2_moe.commands.ablate import needs_few_shot, needs_measurement
+from swinv2_moe.commands import main
+from swinv2_moe.commands import scaling as scaling_command
+from swinv2_moe.commands.sweep import Jobs, needs_few_shot, needs_routing, run_variant
 from swinv2_moe.errors import UserError
-from swinv2_moe.jobs import Jobs
+from swinv2_moe.measure.sweep import ROUTING, Variant
+
+DIGITS = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
+SMALL = (
+    "--opts TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 MODEL.SWINV2.EMBED_DIM 16"
+    " MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[],[0]] DATA.NUM_WORKERS 0"
+    " TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
+)
 
 
 @pytest.fixture
-def ablate(monkeypatch, capsys):
-    return command("ablate", monkeypatch, capsys)
+def sweep(monkeypatch, capsys):
+    return command("sweep", monkeypatch, capsys)
+
+
+@pytest.fixture
+def scaling(monkeypatch, capsys):
+    return command("scaling", monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -47,18 +63,28 @@ def plan(tmp_path, small):
     return write
 
 
-def test_results_of_other_options_are_not_kept(tmp_path):
-    few_shot, measured = tmp_path / "few_shot.json", tmp_path / "measured.json"
+def test_results_of_other_options_are_not_kept(tmp_path, runs):
+    few_shot = tmp_path / "few_shot.json"
     assert needs_few_shot(few_shot, "a")
-    assert needs_measurement(measured, 2000, False)
     few_shot.write_text(json.dumps({"data": str(tmp_path / "a")}))
     assert not needs_few_shot(few_shot, f"{tmp_path}/b/../a")
     with pytest.raises(UserError, match=r"few_shot\.json: measured on .*/a, --transfer is b"):
         needs_few_shot(few_shot, "b")
-    measured.write_text(json.dumps({"images": 10}))
-    assert needs_measurement(measured, 2000, False)
-    assert not needs_measurement(measured, 10, False)
-    assert needs_measurement(measured, 10, True)
+    assert not needs_routing(runs / "dense", 10)
+    run = tmp_path / "run"
+    shutil.copytree(runs / "experts", run)
+    assert needs_routing(run, 10)
+    (run / ROUTING).parent.mkdir()
+    (run / ROUTING).write_text(json.dumps({"limit": 10}))
+    assert not needs_routing(run, 10)
+    assert needs_routing(run, 2000)
+
+
+def test_a_training_that_was_told_to_stop_is_not_done(tmp_path):
+    args = SimpleNamespace(data=None, transfer=None, images=0)
+    jobs = SimpleNamespace(run=lambda *words: None)  # it ended with status 0
+    with pytest.raises(UserError, match="adamw-batch8-seed0: the training was told to stop"):
+        run_variant(Variant("adamw-batch8", Path("a.yaml"), ()), 0, tmp_path, args, jobs)
 
 
 def test_commands_in_processes_of_their_own(tmp_path):
@@ -73,25 +99,23 @@ def test_commands_in_processes_of_their_own(tmp_path):
         jobs.run(log, "configs")
 
 
-def test_two_runs_side_by_side(ablate, quick_jobs, plan, make_photographs, tmp_path):
+def test_two_runs_side_by_side(sweep, quick_jobs, plan, make_photographs, tmp_path):
     data, output = make_photographs(), tmp_path / "out"
-    arguments = ["--data", data, "--output", output, "--jobs", 2, "--speed"]
-    finished = ablate("--plan", plan(), *arguments)
+    arguments = ["--data", data, "--output", output, "--jobs", 2]
+    finished = sweep("--plan", plan(), *arguments)
     assert finished.status == 0, finished.err
     results = json.loads((output / "results.json").read_text())["variants"]
     assert results["dense"]["class bits"] is None
-    assert results["top1"]["router / experts"]["mean"] > 0
-    assert 0 < results["top1"]["task share"]["mean"] <= 1
-    assert results["top1"]["images/s, inference"]["mean"] > 0
+    assert -1 < results["top1"]["class bits"]["mean"] <= 1  # of two classes
     assert "| top1 | 1/1 |" in (output / "results.md").read_text()
 
     before = (output / "top1-seed0" / "metrics.jsonl").stat().st_mtime_ns
-    again = ablate("--plan", plan(), *arguments)
+    again = sweep("--plan", plan(), *arguments)
     assert again.status == 0, again.err
     assert (output / "top1-seed0" / "metrics.jsonl").stat().st_mtime_ns == before
 
     opts = yaml.safe_load(plan().read_text())["opts"] | {"TRAIN.WEIGHT_DECAY": 0.3}
-    changed = ablate("--plan", plan(opts=opts), *arguments)
+    changed = sweep("--plan", plan(opts=opts), *arguments)
     assert_one_line(changed, "TRAIN.WEIGHT_DECAY 0.1, variant dense now has 0.3")
 
 
@@ -110,12 +134,12 @@ def processes_of(directory: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
+def test_a_stopped_sweep_goes_on(sweep, plan, make_photographs, tmp_path):
     data, output = make_photographs(), tmp_path / "out"
     opts = yaml.safe_load(plan().read_text())["opts"] | {"TRAIN.EPOCHS": 60}
     file = plan(opts=opts)
     arguments = ["--plan", file, "--data", data, "--output", output, "--jobs", 2]
-    words = [sys.executable, ROOT / "tools" / "ablate.py", *arguments]
+    words = [sys.executable, ROOT / "tools" / "sweep.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = list(map(str, words))
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE)
@@ -128,7 +152,7 @@ def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
     assert process.returncode != 0
     assert processes_of(output) == []
     steps_before = len(metrics.read_text().splitlines())
-    finished = ablate(*arguments)
+    finished = sweep(*arguments)
     assert finished.status == 0, finished.err
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     epochs = [line["epoch"] for line in lines if "val_top1" in line]
@@ -139,7 +163,7 @@ def test_a_stopped_ablation_goes_on(ablate, plan, make_photographs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_other_routers_are_measured(ablate, quick_jobs, plan, make_photographs, tmp_path):
+def test_other_routers_are_measured(sweep, quick_jobs, plan, make_photographs, tmp_path):
     """Soft MoE and expert choice; their class bits are of the expert with the largest weight."""
     data, output = make_photographs(), tmp_path / "out"
     base = str(tmp_path / "base.yaml")
@@ -149,12 +173,10 @@ def test_other_routers_are_measured(ablate, quick_jobs, plan, make_photographs, 
     experts_choose["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 1.0
     variants["expert_choice"] = {"base": base, "opts": experts_choose}
     file = plan(variants=variants)
-    finished = ablate("--plan", file, "--data", data, "--output", output, "--transfer", data)
+    finished = sweep("--plan", file, "--data", data, "--output", output, "--transfer", data)
     assert finished.status == 0, finished.err
     results = json.loads((output / "results.json").read_text())["variants"]
     for name in ("soft", "expert_choice"):
-        assert results[name]["router / experts"]["mean"] > 0
-        assert results[name]["task share"]["mean"] == 1  # no auxiliary loss
         assert results[name]["5-shot, %"]["mean"] > 0
         assert results[name]["class bits"] is not None
 
@@ -172,20 +194,80 @@ BAD_PLANS = {
 
 
 @pytest.mark.parametrize("case", BAD_PLANS)
-def test_bad_input_is_one_line(case, ablate, plan, tmp_path):
+def test_bad_input_is_one_line(case, sweep, plan, tmp_path):
     changes, arguments, text = BAD_PLANS[case]
-    finished = ablate("--plan", plan(**changes), "--output", tmp_path / "out", *arguments)
+    finished = sweep("--plan", plan(**changes), "--output", tmp_path / "out", *arguments)
     assert_one_line(finished, text)
 
 
-def test_a_file_that_is_no_yaml(ablate, tmp_path):
+def test_a_file_that_is_no_yaml(sweep, tmp_path):
     file = tmp_path / "plan.yaml"
     file.write_text("variants: [")
-    finished = ablate("--plan", file, "--table", "--output", tmp_path / "out")
+    finished = sweep("--plan", file, "--table", "--output", tmp_path / "out")
     assert_one_line(finished, "not a plan")
 
 
-def test_the_table_before_any_run(ablate, plan, tmp_path):
-    finished = ablate("--plan", plan(), "--table", "--output", tmp_path / "out")
+def test_the_table_before_any_run(sweep, plan, tmp_path):
+    finished = sweep("--plan", plan(), "--table", "--output", tmp_path / "out")
     assert finished.status == 0, finished.err
     assert "the control (dense) has no finished run yet" in finished.out
+
+
+def test_the_old_name_of_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["swinv2-moe", "ablate", "--jobs", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "`ablate` is now `sweep`"
+    assert "arguments are required: --plan, --output" in lines[-1]
+
+
+@pytest.mark.parametrize("key", ["DATA.GLOBAL_BATCH_SIZE", "TRAIN.ACCUMULATION_STEPS"])
+def test_a_batch_size_counts_the_images_of_a_step(key):
+    """Whatever the configuration says of the batch."""
+    args = SimpleNamespace(cfg=DIGITS[1], opts=[key, "4"], target=5.0, seeds=1)
+    args.batch_sizes, args.optimizers = [32, 32], ["adamw", "adamw"]
+    plan = scaling_command.read_plan(args)
+    config = plan.variants["adamw-batch32"].config(0, None)
+    assert len(plan.variants) == 1
+    assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
+
+
+def test_batch_sizes_and_optimisers_until_a_target(scaling, quick_jobs, tmp_path):
+    sizes = "--batch-sizes 256 --optimizers adamw lamb=0.1"
+    words = [*DIGITS, "--target 5", sizes, "--output", tmp_path]
+    done = scaling(*words, SMALL)
+    assert done.status == 0, done.err
+    results = json.loads((tmp_path / "results.json").read_text())["variants"]
+    assert list(results) == ["adamw-batch256", "lamb-0.1-batch256"]
+    for name, columns in results.items():
+        assert columns["epochs to target"]["mean"] == 1  # five percent is less than chance
+        summary = json.loads((tmp_path / f"{name}-seed0" / "summary.json").read_text())
+        assert columns["top-1, %"]["mean"] == summary["val_top1"]
+        assert columns["noise scale, images"]["mean"] >= 0
+    assert done.out.count(" 1 of 1 |") == 2
+
+    stamps = {file: os.stat(file).st_mtime_ns for file in tmp_path.glob("*/summary.json")}
+    assert scaling(*words, SMALL).status == 0
+    assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
+    more = scaling(*words, "--seeds 2 --table", SMALL)
+    assert (more.status, more.out.count(" 1 of 1 |")) == (0, 2)
+    # what the runs recorded is of their own target
+    other = scaling(*DIGITS, "--target 99", sizes, "--output", tmp_path, "--table", SMALL)
+    assert other.status == 2
+    assert "run has TRAIN.TARGET_TOP1 5.0, variant adamw-batch256 now has 99.0" in other.err
+
+
+BAD_SIZES = {
+    "--target 0 --batch-sizes 8": "--target is 0, it must be a percentage",
+    "--target 9 --batch-sizes 0": "--batch-sizes is 0, it must be at least 1",
+    "--target 9 --batch-sizes 8 --optimizers adma": "TRAIN.OPTIMIZER.NAME is 'adma'",
+    "--target 9 --batch-sizes 8 --optimizers lamb=fast": "TRAIN.BASE_LR",
+}
+
+
+@pytest.mark.parametrize("words", BAD_SIZES)
+def test_sizes_that_cannot_be_used(scaling, tmp_path, words):
+    done = scaling(*DIGITS, words, "--output", tmp_path / "new")
+    assert (done.status, done.out) == (2, "")
+    assert BAD_SIZES[words] in done.err.splitlines()[-1]

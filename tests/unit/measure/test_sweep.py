@@ -1,27 +1,32 @@
-"""Intervals, paired differences, the comparison at equal MACs and equal time, names of a plan, and
-gradients of images that can be read."""
+"""Intervals, paired differences, the comparison at equal MACs and equal time, what counts until a
+target, names and grids of a plan."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from moe_core import MoEConfig, MoELayer
-from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.ablation_measure import router_gradients
-from swinv2_moe.measure.ablation_plan import Plan, Variant, read_plan
-from swinv2_moe.measure.ablation_results import Run, interval, summarize, warnings
+from swinv2_moe.measure.sweep import (
+    Plan,
+    Run,
+    Variant,
+    interval,
+    markdown,
+    read_plan,
+    summarize,
+    warnings,
+)
 
 
-def run(seed, top1, seconds=10.0, macs=100):
+def run(seed, top1, seconds=10.0, macs=100, target=0.0, steps=(), **summary):
     epochs = [
         {"epoch": i + 1, "val_top1": value, "seconds": seconds} for i, value in enumerate(top1)
     ]
-    summary = {"active_macs": macs, "images_per_second": 5.0, "parameters": 2_000_000}
-    return Run(seed, SimpleNamespace(epochs=epochs, summary=summary), {}, {})
+    summary |= {"active_macs": macs, "images_per_second": 5.0, "parameters": 2_000_000}
+    config = SimpleNamespace(TRAIN=SimpleNamespace(TARGET_TOP1=target))
+    record = SimpleNamespace(epochs=epochs, summary=summary, steps=steps, config=config)
+    return Run(seed, record, {}, {})
 
 
 def plan():
@@ -99,32 +104,40 @@ def test_names_that_are_none_are_refused(write_plan, control, variants, message)
         read_plan(write_plan(control, variants), "10")
 
 
-class Classifier(torch.nn.Module):
-    """Images [B, 4] with experts in place of a network."""
-
-    def __init__(self):
-        super().__init__()
-        self.moe = MoELayer(MoEConfig(4, 8, 2, capacity_factor=0.0))
-
-    def forward_with_aux(self, images):
-        return self.moe(images)
-
-
-def test_images_that_cannot_be_read_have_no_gradient():
-    torch.manual_seed(0)
-    model, images = Classifier(), torch.randn(6, 4)
-    deployed = SimpleNamespace(
-        world=SimpleNamespace(device="cpu"),
-        config=SimpleNamespace(train=SimpleNamespace(aux_loss_weight=0.0)),
-        autocast=nullcontext,
-    )
-    batch = Batch(images[:4], torch.tensor([0, 1, 2, 3]), [])
-    with_bad = Batch(images, torch.tensor([0, 1, 2, 3, -1, -1]), ["a.png", "b.png"])
-    only_bad = Batch(images[4:], torch.tensor([-1, -1]), ["a.png", "b.png"])
-    expected = router_gradients(model, [batch], deployed)
-    assert router_gradients(model, [with_bad, only_bad], deployed) == pytest.approx(expected)
-
-
 def test_an_epoch_that_ends_with_the_controls_time_counts():
     runs = {"dense": [run(0, [1.0, 2.0])], "moe": [run(0, [1.5, 4.0])]}
     assert summarize(runs, plan())["moe"]["at control's time"].mean == 2.0
+
+
+def test_epochs_and_noise_until_the_target():
+    """Of the runs that reached it; the noise scale until the step that reached it."""
+    steps = [{"step": step, "noise_scale": 10.0 * step} for step in (1, 2, 3, 9)]
+    reached = run(0, [50.0], target=40.0, steps=steps, target_epoch=4, target_step=3)
+    missed = run(1, [30.0], target=40.0, target_epoch=None, target_step=None)
+    results = summarize({"dense": [reached, missed], "moe": []}, plan())
+    columns = results["dense"]
+    assert (columns["reached"], columns["epochs to target"].mean) == (1, 4)
+    assert (columns["steps to target"].mean, columns["noise scale, images"].mean) == (3, 20)
+    assert "| 1 of 2 |" in markdown(results, plan())
+
+
+def test_columns_without_a_value_are_omitted():
+    table = markdown(summarize({"dense": [run(0, [1.0])], "moe": []}, plan()), plan())
+    head = table.splitlines()[0]
+    columns = ["variant", "seeds", "top-1, %", "parameters, M", "MACs, M", "images/s, training"]
+    assert head == f"| {' | '.join([*columns, 'minutes'])} |"
+
+
+def test_a_grid_makes_a_variant_of_each_combination(write_plan):
+    file = write_plan("8-1-0.5", "['8-2-0.5', '8-1-0.5']")
+    with file.open("a") as stream:
+        stream.write("grid: {DATA.BATCH_SIZE: [1, 2], TRAIN.BASE_LR: [0.5]}\n")
+    opts = {name: variant.opts for name, variant in read_plan(file).variants.items()}
+    assert opts == {
+        "8-1-0.5": ("DATA.BATCH_SIZE", "1", "TRAIN.BASE_LR", "0.5"),
+        "8-2-0.5": ("DATA.BATCH_SIZE", "2", "TRAIN.BASE_LR", "0.5"),
+    }
+    assert list(read_plan(file, "10").variants) == ["8-2-0.5", "8-1-0.5"]
+    file.write_text(file.read_text().replace("[0.5]", "0.5"))
+    with pytest.raises(UserError, match=r"grid.TRAIN.BASE_LR is 0.5, it must be a list"):
+        read_plan(file)
