@@ -31,7 +31,7 @@ ARGUMENTS = {
     "pieces": "--shapes 64x16x4x2 --rounds 2",
     "routers": "--shapes 2x16x16x4 --rounds 2",
     "memory": "--size 32 --measure 4096",
-    "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1",
+    "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1 --algorithms linear 2dh channels",
     "model": f"{NETWORK} {SMALLER}",
     "shares": f"{NETWORK} --passes 1 {SMALLER}",
     "trunk": f"{NETWORK} {SMALLER}",

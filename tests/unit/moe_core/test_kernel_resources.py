@@ -1,22 +1,13 @@
 """docs/results/kernels.csv is what the kernels need when they are compiled now."""
 
-from pathlib import Path
-
+import kernel_resources as kernels
 import pytest
 from triton_cases import INTERPRETED
 
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    import kernels
-
-    return kernels
-
-
-def recorded(kernels, case: str, sm: int) -> list:
+def recorded(case: str, sm: int) -> list:
     """The rows of the file; skips where another version of Triton compiles."""
     import triton
 
@@ -28,28 +19,28 @@ def recorded(kernels, case: str, sm: int) -> list:
     return [row for row in rows if (row.case, row.sm) == (case, sm)]
 
 
-def test_recorded_figures_are_those_of_the_kernels(kernels):
+def test_recorded_figures_are_those_of_the_kernels():
     for case in ("bfloat16, T = 18,432, E = 8, forward", "E = 8"):
-        expected = recorded(kernels, case, 90)
+        expected = recorded(case, 90)
         assert expected
         assert kernels.usages(case, 90) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", [80, 90, 100])
-def test_every_recorded_figure(kernels, sm):
+def test_every_recorded_figure(sm):
     for case in kernels.cases():
-        assert kernels.usages(case, sm) == recorded(kernels, case, sm), case
+        assert kernels.usages(case, sm) == recorded(case, sm), case
 
 
-def test_the_file_has_every_case(kernels):
+def test_the_file_has_every_case():
     _, rows = kernels.read()
     assert {(row.case, row.sm) for row in rows} == {
         (case, sm) for case in kernels.cases() for sm in kernels.ARCHITECTURES
     }
 
 
-def test_the_table_marks_kernels_that_spill(kernels):
+def test_the_table_marks_kernels_that_spill():
     spills = kernels.Usage("k", "case", 90, 4, 255, 8, 2048, 1)
     fits = spills._replace(sm=80, spilled=0)
     assert kernels.markdown([fits, spills]).splitlines() == [
@@ -70,5 +61,5 @@ def test_the_table_marks_kernels_that_spill(kernels):
         ((4, 128, 65536, 256), 2),  # 512 columns / 256
     ],
 )
-def test_programs_on_a_multiprocessor(kernels, usage, programs):
+def test_programs_on_a_multiprocessor(usage, programs):
     assert kernels.programs_that_fit(kernels.ARCHITECTURES[90], *usage) == programs

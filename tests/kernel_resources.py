@@ -1,7 +1,7 @@
 """Registers, spilled bytes and shared memory of every Triton kernel, compiled without a GPU.
 
-    python benchmarks/kernels.py                  (prints the table)
-    python benchmarks/kernels.py --write          (and writes docs/results/kernels.csv)
+    python tests/kernel_resources.py                  (prints the table)
+    python tests/kernel_resources.py --write          (and writes docs/results/kernels.csv)
 
 Shapes are those of SwinV2-MoE-B's third stage: M = 512, H = 2048, windows of 144 tokens. Registers
 and the stack are cuobjdump's, from the cubin that ptxas makes. The stack holds the registers that
@@ -16,7 +16,6 @@ import argparse
 import csv
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -231,10 +230,6 @@ def usages(case: str, sm: int) -> list[Usage]:
 
 def _compile(case: str, sm: int) -> dict:
     import pytest
-
-    tests = str(ROOT / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)
     from triton_cases import compile_launches
 
     from moe_core.ops.moe_ffn import triton as moe_ffn
@@ -320,7 +315,7 @@ def write(rows: list[Usage]) -> None:
 
     with CSV.open("w", newline="") as file:
         file.write(f"# triton {triton.__version__}\n")
-        file.write("# python benchmarks/kernels.py --write\n")
+        file.write("# python tests/kernel_resources.py --write\n")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Usage._fields)
         writer.writerows(rows)
