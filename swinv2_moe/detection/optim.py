@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from moe_core import average_expert_gradients, clip_gradients, cpu_computes_in
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.autocast import off_because_slow
-from swinv2_moe.train.optim import LossScaler
+from swinv2_moe.train.optim import LossScaler, off_because_slow
 
 _DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -3,7 +3,7 @@
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-from swinv2_moe.train.tuning import Tuning
+from swinv2_moe.train.schedules import Tuning
 
 
 class TuningHook(Hook):

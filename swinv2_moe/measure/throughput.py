@@ -61,8 +61,8 @@ from swinv2_moe.measure.throughput_options import PASSES
 from swinv2_moe.measure.throughput_plan import Combination, Plan
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.autocast import build_autocast
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep

@@ -34,9 +34,9 @@ from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.autocast import build_autocast, without_slow_amp
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
+from swinv2_moe.train.optim import build_autocast, without_slow_amp
 
 _log = logging.getLogger(__name__)
 # Keys about the machines and the data of the training, with the values that any other use gets.

@@ -18,16 +18,14 @@ from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
-from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.progress import Progress, steps_per_epoch
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
-from swinv2_moe.train.schedules import RoutingSchedule
+from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
-from swinv2_moe.train.timing import Batches, Throughput, TimeToTarget
-from swinv2_moe.train.tuning import Tuning
+from swinv2_moe.train.timing import Batches, PhaseTimes, Throughput, TimeToTarget
 from swinv2_moe.train.upcycling import read_upcycled
 
 

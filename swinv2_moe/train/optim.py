@@ -1,7 +1,9 @@
-"""The optimiser, the learning-rate schedule and the loss scale."""
+"""The optimiser, the learning-rate schedule, mixed precision and the loss scale."""
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 
 import torch
 from timm.optim import param_groups_layer_decay
@@ -9,11 +11,12 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_core import expert_parameters, moe_layers
-from swinv2_moe.config import TrainConfig
+from moe_core import cpu_computes_in, expert_parameters, moe_layers
+from swinv2_moe.config import AllSections, RunConfig, TrainConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.weights import has_dense_twin
+from swinv2_moe.train.distributed import World
 from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import local_part, placed_like
 
@@ -131,6 +134,40 @@ def build_schedule(
         warmup_prefix=True,
         cycle_limit=1,
         t_in_epochs=False,
+    )
+
+
+def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
+    """A factory of autocast contexts for the device, as AMP_ENABLE and AMP_DTYPE say."""
+    dtype = getattr(torch, config.amp_dtype)
+    return partial(torch.autocast, world.device.type, dtype=dtype, enabled=config.amp_enable)
+
+
+def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, list[str]]:
+    """Switch mixed precision off on CPUs without instructions for its dtype, where a step takes up
+    to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps AMP_ENABLE.
+
+    Returns:
+        The sections, and a warning for the log if mixed precision was switched off.
+    """
+    run = config.run
+    if not run.amp_enable or world.device.type != "cpu":
+        return config, []
+    if all(world.gather(cpu_computes_in(run.amp_dtype))):
+        return config, []
+    config = replace(
+        config,
+        run=replace(run, amp_enable=False),
+        train=replace(config.train, amp_enable=False),
+    )
+    return config, [f"warning: AMP_ENABLE is True: {off_because_slow(run.amp_dtype)}"]
+
+
+def off_because_slow(dtype: str) -> str:
+    """The reason for switching mixed precision off, for a message."""
+    return (
+        f"off, because this CPU has no instructions for {dtype}, and computes in it up to 50 times"
+        " as slowly as in float32"
     )
 
 

@@ -1,11 +1,56 @@
 """The progress of a training run, and its form in a checkpoint."""
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.run_warnings import LossWatch
 from swinv2_moe.train.step import StepResult
 from swinv2_moe.train.timing import TimeToTarget
+
+
+class LossWatch:
+    """Warns once in a run if the loss has diverged.
+
+    The condition: the median of the last `RECENT` losses is at least twice the median of the
+    first `START`, and at least 1 above it. Losses that are not finite are ignored.
+    """
+
+    START, RECENT = 10, 20
+
+    def __init__(self) -> None:
+        self.start: list[float] = []
+        self.recent: deque[float] = deque(maxlen=self.RECENT)
+        self.has_warned = False
+
+    def add(self, loss: float) -> str | None:
+        """Add the loss of a step; return the warning if it is due now."""
+        if not math.isfinite(loss):
+            return None
+        if len(self.start) < self.START:
+            self.start.append(loss)
+            return None
+        self.recent.append(loss)
+        if self.has_warned or len(self.recent) < self.RECENT:
+            return None
+        start, recent = median(self.start), median(self.recent)
+        if recent < max(2 * start, start + 1):
+            return None
+        self.has_warned = True
+        return (
+            f"the loss of the last {self.RECENT} steps (median {recent:,.2f}) is far above that of"
+            f" the first {self.START} ({start:,.2f}); a lower TRAIN.BASE_LR or more"
+            " TRAIN.WARMUP_EPOCHS may help"
+        )
+
+    def state(self) -> dict:
+        """JSON values for a checkpoint, without the recent losses."""
+        return {"start": self.start, "has_warned": self.has_warned}
+
+    def load(self, state: dict) -> None:
+        self.start = list(state["start"])
+        self.has_warned = state["has_warned"]
 
 
 @dataclass

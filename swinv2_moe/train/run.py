@@ -37,7 +37,6 @@ from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weight_files import read_class_names
 from swinv2_moe.train import checkpoint, optim, trained_with, upcycling
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
-from swinv2_moe.train.autocast import without_slow_amp
 from swinv2_moe.train.background_staging import background_staging
 from swinv2_moe.train.check_files import check_files
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -45,13 +44,19 @@ from swinv2_moe.train.distributed import World, expert_group, open_world, seed_e
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.events import Staging, load_mllogger, read_staging
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.phase_times import PhaseTimes
+from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.placement import bound_to_node, placement_line
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run_lock import only_run
-from swinv2_moe.train.run_report import closing_lines, headline, summarize, with_staging
-from swinv2_moe.train.run_warnings import start_warnings
+from swinv2_moe.train.run_report import (
+    closing_lines,
+    headline,
+    start_warnings,
+    summarize,
+    with_staging,
+)
 from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.timing import PhaseTimes
 from swinv2_moe.train.tracker_services import check_tracker
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less

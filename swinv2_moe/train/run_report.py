@@ -1,16 +1,28 @@
-"""The report of a run: its first lines, its last lines and summary.json."""
+"""The report of a run: its first lines, warnings, its last lines and summary.json."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from moe_core import moe_layers
+from swinv2_moe.config import DataConfig, TrainConfig
+from swinv2_moe.data import Data
 from swinv2_moe.models import Complexity
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.events import Staging
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.phase_times import accounted_share
+from swinv2_moe.train.timing import accounted_share
+
+# Range of a schedule's highest learning rate. Published recipes are well within it. There is no
+# warning for 0.
+_USUAL_LEARNING_RATES = {
+    "adamw": (1e-8, 0.1),
+    "sgd": (1e-6, 10.0),
+    "lamb": (1e-6, 1.0),
+    "lars": (1e-4, 100.0),
+}
 
 
 def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> list[str]:
@@ -49,6 +61,41 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
             " anew"
         )
     return lines
+
+
+def start_warnings(
+    config: TrainConfig, data_config: DataConfig, data: Data, learning_rate: float
+) -> list[str]:
+    """Warnings before the first step that a run will probably fail to learn, one line each.
+
+    Args:
+        data_config: the section that `data` was built from.
+        learning_rate: the highest rate of the schedule, scaled to the global batch.
+    """
+    lines = []
+    low, high = _USUAL_LEARNING_RATES[config.optimizer.name]
+    if learning_rate and not low <= learning_rate <= high:
+        lines.append(
+            f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is"
+            f" {config.base_lr:g}, for 512 images a step), {config.optimizer.name} usually trains"
+            f" with {low:g} to {high:g}"
+        )
+    targets = np.asarray(data.train_loader.dataset.source.targets)
+    if (targets == targets[0]).all():
+        lines.append(
+            f"{_data_key(data_config)}: all {len(targets):,} training images are of one class"
+            f" ({data.class_names[targets[0]]!r}), there is nothing to learn"
+        )
+    return lines
+
+
+def _data_key(config: DataConfig) -> str:
+    """The key that names the training images, and its value."""
+    if config.dataset == "list":
+        return f"DATA.TRAIN_LIST {config.train_list}"
+    if config.path:
+        return f"DATA.PATH {config.path}"
+    return f"DATA.DATASET {config.dataset}"
 
 
 def closing_lines(trainer: Trainer, summary: dict, root: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""Top-k, capacity factor and share of random choices of the MoE layers at each training step.
+"""What changes in the MoE layers from step to step of a run: top-k, capacity factor and share of
+random choices; and the tuners' strategies.
 
 A schedule depends only on the position in the run. The automatic capacity depends on the last
 steps, which are stored in checkpoints. So a resumed run repeats the values of an uninterrupted run.
@@ -11,11 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from moe_core import strategy_tuners
+from moe_core.parallel import TunerEvent
 from swinv2_moe.config import ExpertsConfig, parse_schedule
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
 
 STEPS = 16  # number of last steps that the automatic capacity considers
+CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies' times
 
 
 class RoutingSchedule:
@@ -124,3 +128,50 @@ class RoutingSchedule:
             return factor
         device = next(moe.parameters()).device
         return torch.full((), factor, dtype=torch.float64, device=device)
+
+
+class Tuning:
+    """The tuners of a model's layers: regular checks for a drift, and a record of decisions.
+
+    There are none unless MODEL.MOE.STRATEGY is "auto" on several ranks.
+
+    Args:
+        check_steps: optimiser steps between two checks. Each check is a collective.
+    """
+
+    def __init__(self, model: nn.Module, check_steps: int = CHECK_STEPS) -> None:
+        self._tuners = strategy_tuners(model)
+        self._check_steps = check_steps
+
+    def after_step(self, step: int) -> list[dict]:
+        """Check the decided strategies every `check_steps` steps, and return `take_events()`. Every
+        rank calls this after each optimiser step."""
+        if step % self._check_steps == 0:
+            for tuner in self._tuners:
+                tuner.check()
+        return self.take_events()
+
+    def take_events(self) -> list[dict]:
+        """The decisions and timings of the tuners since the last call, ready for JSON."""
+        return [_as_record(event) for tuner in self._tuners for event in tuner.take_events()]
+
+
+def _as_record(event: TunerEvent) -> dict:
+    before = None
+    if event.before is not None:
+        before = str(event.before)
+    return {
+        "event": event.kind,
+        "layers": event.key.describe(),
+        "from": before,
+        "to": str(event.after),
+        "ms": _milliseconds(event.seconds),
+        "ms_before": _milliseconds(event.seconds_before),
+        "tried_ms": {str(tried): _milliseconds(time) for tried, time in event.tried.items()},
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    return round(1000 * seconds, 4)

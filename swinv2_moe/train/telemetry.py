@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from swinv2_moe.train.machine import Machine
-from swinv2_moe.train.phase_times import PhaseTimes
+from swinv2_moe.train.timing import PhaseTimes
 
 _log = logging.getLogger(__name__)
 _RATES = ("disk_read", "disk_written", "net_received", "net_sent")

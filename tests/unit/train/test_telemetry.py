@@ -11,8 +11,8 @@ from swinv2_moe.config import run_config
 from swinv2_moe.train import machine as machine_module
 from swinv2_moe.train import train
 from swinv2_moe.train.machine import COUNTERS, Machine
-from swinv2_moe.train.phase_times import PhaseTimes
 from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
+from swinv2_moe.train.timing import PhaseTimes
 
 CPU = torch.device("cpu")
 
