@@ -30,6 +30,7 @@ from moe_core.layer_inputs import (
     check_tensors,
     check_token_options,
     expert_input,
+    has_random_choices,
     is_dropless,
     positions_of,
 )
@@ -40,10 +41,10 @@ from moe_core.parallel.trial import Trial
 from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
+    logits_of,
     make_router,
     route,
     route_by_experts,
-    route_in_one_pass,
     router_logits,
     split_gates,
 )
@@ -410,17 +411,16 @@ class MoELayer(nn.Module):
         if config.global_balance:
             reduce = self.group.sum
         options = (reduce, normalize_gates, random_share)
-        fused = route_in_one_pass(tokens, router, config, top_k, self.training, *options)
-        if fused is not None:
-            return fused
-        logits = router_logits(router, tokens, config, self.training)
         with without_autocast(tokens):
             if config.routing == "expert_choice":
-                routing = route_by_experts(logits, config, num_images, self.training)
-            else:
-                routing = route(
-                    logits, config, top_k, self.training, *options, balance=self.balance
-                )
+                logits = router_logits(router, tokens, config, self.training)
+                return route_by_experts(logits, config, num_images, self.training), tokens
+        is_random = has_random_choices(random_share)
+        logits = logits_of(router, tokens, config, self.training, is_random)
+        with without_autocast(tokens):
+            routing = route(logits, config, top_k, self.training, *options, balance=self.balance)
+        if routing.inputs is not None:
+            tokens = routing.inputs
         return routing, tokens
 
     def _plan(

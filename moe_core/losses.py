@@ -10,22 +10,12 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_core.ops.route.reference import RoutingScores
 from moe_core.registry import LOSSES, register_loss
-
-
-class RoutingScores(NamedTuple):
-    """The inputs of a loss: the router's scores for the tokens of this rank."""
-
-    logits: Tensor  # [T, E] without noise
-    noisy: Tensor  # [T, E] with noise: experts are chosen by these
-    probs: Tensor  # [T, E] softmax of `noisy`
-    expert_ids: Tensor  # [T, K] int64
-    noise_std: float
 
 
 class AuxiliaryLoss:

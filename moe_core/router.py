@@ -18,9 +18,9 @@ from moe_core.context import draw, expert_dtype, without_autocast
 from moe_core.expert_choice import all_experts, expert_priority
 from moe_core.layer_inputs import has_random_choices
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
-from moe_core.ops import loss_of_sums, route_tokens, route_tokens_supported
+from moe_core.ops import LinearLogits, RouteSettings, loss_of_sums
 from moe_core.ops import route as choose_experts
-from moe_core.ops.route.reference import largest
+from moe_core.ops.route.reference import add_noise, largest
 from moe_core.registry import ROUTERS, register_router
 
 _LEAST_SUM = 1e-30  # of a token's gate values
@@ -37,6 +37,8 @@ class Routing(NamedTuple):
     priority: Tensor | None = None
     # [T, E] scores from which gate values are taken; None: `probs`
     scores: Tensor | None = None
+    # [T, M] the tokens in the dtype of the experts; None: not cast yet
+    inputs: Tensor | None = None
 
     @property
     def gate_scores(self) -> Tensor:
@@ -132,7 +134,7 @@ def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
 
 
 def route(
-    logits: Tensor,
+    logits: Tensor | LinearLogits,
     config: MoEConfig,
     top_k: int,
     training: bool,
@@ -157,10 +159,9 @@ def route(
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
-    noise_std = _noise_std(logits, config, training)
-    noisy = logits
-    if noise_std > 0:
-        noisy = logits + noise_std * _noise_like(logits)
+    _check_logits(logits, config)
+    noise_std = _noise_std(config, training)
+    noise = _draw_noise(logits, noise_std)
     loss_noise_std = noise_std
     if config.aux_loss == "load_importance_tutel":
         # Tutel's loss needs the noise scale even in evaluation, in which no noise is drawn.
@@ -169,9 +170,18 @@ def route(
     if balance is not None:
         aux_loss_name = "none"
     normalize = normalize_gates and config.normalize_gates and top_k > 1
-    gates, ids, probs, sums = choose_experts(
-        logits, noisy, top_k, normalize, aux_loss_name, loss_noise_std, config.kernels
+    settings = RouteSettings(
+        top_k, normalize, aux_loss_name, noise_std, loss_noise_std, config.kernels
     )
+    routed = choose_experts(logits, noise, settings)
+    gates, ids, probs, sums = routed.gates, routed.ids, routed.probs, routed.sums
+    num_tokens = probs.shape[0]
+    if routed.logits is None:
+        aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, loss_of_sums)
+        return Routing(ids, gates, aux_loss, probs, inputs=routed.inputs)
+    logits, noisy = routed.logits, routed.noisy
+    if noisy is None:
+        noisy = add_noise(logits, noise, noise_std)
     scores = probs
     if config.gate_activation != "softmax":
         scores = gate_scores(noisy, config.gate_activation)
@@ -187,7 +197,7 @@ def route(
         sums = expert_sums(aux_loss_name, loss_inputs)
     else:  # the kernel has computed the sums
         fused_value = loss_of_sums
-    aux_loss = auxiliary_loss(aux_loss_name, sums, logits.shape[0], reduce, fused_value)
+    aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, fused_value)
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     if has_random_choices(random_share):
@@ -206,55 +216,26 @@ def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) ->
     return torch.where(is_replaced, random_ids, ids)
 
 
-def route_in_one_pass(
-    tokens: Tensor,
+def logits_of(
     router: nn.Module,
+    tokens: Tensor,
     config: MoEConfig,
-    top_k: int,
     training: bool,
-    reduce: Callable[[Tensor], Tensor] | None,
-    normalize_gates: bool,
-    random_share: float | Tensor = 0.0,
-) -> tuple[Routing, Tensor] | None:
-    """Compute a linear router's logits and `route` in one GPU kernel, for tokens [T, M].
+    has_random_choices: bool = False,
+) -> Tensor | LinearLogits:
+    """The logits [T, E] of a router for tokens [T, M].
 
-    Returns:
-        The routing, and the tokens in the dtype of the experts. None if the kernel does not support
-        the configuration or the tokens.
+    They are not computed yet if a kernel may compute them in the same pass as `route`: those of a
+    LinearRouter, if nothing else reads them.
     """
     perturbs_input = training and (config.input_jitter > 0 or config.input_dropout > 0)
     is_plain = config.balance == "loss" and config.gate_activation == "softmax"
+    is_plain = is_plain and config.z_loss_weight == 0 and not has_random_choices
     if type(router) is not LinearRouter or not is_plain or perturbs_input:
-        return None
-    if has_random_choices(random_share):
-        return None
-    has_hooks = router._forward_hooks or router._forward_pre_hooks
-    if has_hooks or config.z_loss_weight > 0:
-        return None
-    if not route_tokens_supported(tokens, router.weight, config.aux_loss, config.kernels):
-        return None
-    num_tokens = tokens.shape[0]
-    noise_std = config.gate_noise / config.num_experts
-    noise = None
-    if training and noise_std > 0:
-        shape = (num_tokens, config.num_experts)
-        noise = torch.randn(shape, dtype=torch.float32, device=tokens.device)
-    loss_noise_std = noise_std
-    if noise is None and config.aux_loss != "load_importance_tutel":
-        loss_noise_std = 0.0
-    routed = route_tokens(
-        tokens,
-        router.weight,
-        noise,
-        top_k,
-        normalize_gates and config.normalize_gates and top_k > 1,
-        config.aux_loss,
-        noise_std,
-        loss_noise_std,
-        expert_dtype(tokens),
-    )
-    aux_loss = auxiliary_loss(config.aux_loss, routed.sums, num_tokens, reduce, loss_of_sums)
-    return Routing(routed.ids, routed.gates, aux_loss, routed.probs), routed.inputs
+        return router_logits(router, tokens, config, training)
+    if router._forward_hooks or router._forward_pre_hooks:
+        return router_logits(router, tokens, config, training)
+    return LinearLogits(tokens, router.weight, expert_dtype(tokens))
 
 
 def router_logits(router: nn.Module, tokens: Tensor, config: MoEConfig, training: bool) -> Tensor:
@@ -273,10 +254,9 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
     Args:
         logits: [T, E], with the tokens of one image after the other.
     """
-    noise_std = _noise_std(logits, config, training)
-    noisy = logits
-    if noise_std > 0:
-        noisy = logits + noise_std * _noise_like(logits)
+    _check_logits(logits, config)
+    noise_std = _noise_std(config, training)
+    noisy = add_noise(logits, _draw_noise(logits, noise_std), noise_std)
     scores = gate_scores(noisy, config.gate_activation)
     probs = scores
     if config.gate_activation != "softmax":
@@ -288,25 +268,29 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
     return Routing(all_experts(scores), scores, aux_loss, probs, priority)
 
 
-def _noise_std(logits: Tensor, config: MoEConfig, training: bool) -> float:
-    """The standard deviation of the noise on the logits. Also checks the shape of the logits.
-
-    Raises:
-        ValueError: the logits are not [T, E].
-    """
-    if logits.ndim != 2 or logits.shape[1] != config.num_experts:
+def _check_logits(logits: Tensor | LinearLogits, config: MoEConfig) -> None:
+    """Raise ValueError unless the logits are [T, E]."""
+    if len(logits.shape) != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(
             f"the router returned logits of shape {list(logits.shape)}, not [T,"
             f" {config.num_experts}]"
         )
+
+
+def _noise_std(config: MoEConfig, training: bool) -> float:
+    """The standard deviation of the noise on the logits."""
     if training:
         return config.gate_noise / config.num_experts
     return 0.0
 
 
-def _noise_like(logits: Tensor) -> Tensor:
-    """Standard normal noise, drawn in fp32: a layer in another dtype gets the same numbers."""
-    return torch.randn_like(logits, dtype=torch.float32).to(logits.dtype)
+def _draw_noise(logits: Tensor | LinearLogits, noise_std: float) -> Tensor | None:
+    """Standard normal noise [T, E], drawn in fp32: a layer in another dtype gets the same numbers.
+
+    None if `noise_std` is 0."""
+    if noise_std == 0:
+        return None
+    return torch.randn(logits.shape, dtype=torch.float32, device=logits.device)
 
 
 def gate_scores(logits: Tensor, activation: str) -> Tensor:

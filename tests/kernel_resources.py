@@ -160,30 +160,43 @@ def _run_experts(case: Experts, backward: bool) -> None:
 
 def _run_routing(num_experts: int) -> None:
     from moe_core.ops.plan import triton as plan
-    from moe_core.ops.route import triton as route
 
-    logits = _meta(18432, num_experts)
-    routed = (1, False, "load_importance_tutel", 1 / num_experts)
-    gates, ids, probs, sums = route.route(logits, logits, *routed)
-    grads = (gates, None, sums)
-    route.route_backward(logits, logits, ids, probs, grads, *routed[1:])
+    logits, noise = _meta(18432, num_experts), _meta(18432, num_experts)
+    ids = _run_route(logits, None, noise, "load_importance_tutel", num_experts)
     plan.make_plan(ids, num_experts, None, None, 18432, 23040 // num_experts)
 
 
 def _run_tokens(num_experts: int) -> None:
     from moe_core.ops.route import loss_triton
-    from moe_core.ops.route_tokens import triton as kernels
 
     x, weight = _meta(18432, M), _meta(num_experts, M)
     noise = _meta(18432, num_experts)
-    options = (1, False, "load_importance", 1 / num_experts, 1 / num_experts, torch.bfloat16)
-    gates, ids, probs, sums, inputs, noisy, clean = kernels.forward(x, weight, noise, *options)
-    grads = (gates, None, sums, inputs)
-    kernels.backward(
-        x, weight, ids, probs, noisy, clean, grads, False, "load_importance", 1 / num_experts
-    )
+    _run_route(x, weight, noise, "load_importance", num_experts, torch.bfloat16)
+    sums = _meta(2, num_experts)
     value = loss_triton.loss_of_sums(sums, None, 18432, "load_importance")
     loss_triton.loss_of_sums_backward(value, sums, None, 18432, "load_importance")
+
+
+def _run_route(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    noise: torch.Tensor,
+    loss: str,
+    num_experts: int,
+    cast_to: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Both passes; returns the expert ids."""
+    from moe_core.ops.route import triton as kernels
+
+    stds = (1 / num_experts, 1 / num_experts)
+    gates, ids, probs, sums, inputs, logits = kernels.forward(
+        x, weight, noise, 1, False, loss, *stds, cast_to
+    )
+    if cast_to is None:
+        inputs = None
+    grads = (gates, None, sums, inputs)
+    kernels.backward(x, weight, noise, ids, probs, logits, grads, False, loss, *stds)
+    return ids
 
 
 def _run_rows() -> None:

@@ -193,7 +193,7 @@ ALLOWED["moe_core.experts"] = BASICS
 # By default a basic module imports from no other module of ours.
 for name in BASICS:
     ALLOWED[name] = []
-ALLOWED["moe_core.losses"] = ["moe_core.registry"]
+ALLOWED["moe_core.losses"] = ["moe_core.registry", "moe_core.ops"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
 ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.context"]
@@ -206,7 +206,6 @@ ALLOWED["moe_core.ops"] = [
     "moe_core.files",
     "moe_core.registry",
     "moe_core.activations",
-    "moe_core.losses",
     "moe_core.context",
 ]
 for name in RANKS:

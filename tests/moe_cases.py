@@ -146,12 +146,15 @@ def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:
     return whole[first : first + count].chunk(num_parts, 1)[part]
 
 
-def route_by_torch(logits, noisy, top_k, normalize, loss, noise_std):
-    """gates, ids, probs and the sums of the loss."""
-    gates, ids, probs, _ = ops.route(logits, noisy, top_k, normalize, loss, noise_std, "torch")
-    sums = expert_sums(loss, RoutingScores(logits, noisy, probs, ids, noise_std))
-    return gates, ids, probs, sums
+def route_by_torch(logits, noise, top_k, normalize, loss, noise_std):
+    """gates, ids, probs and the sums of the loss; noise [T, E] or None."""
+    settings = ops.RouteSettings(top_k, normalize, loss, noise_std, noise_std, "torch")
+    routed = ops.route(logits, noise, settings)
+    scores = RoutingScores(logits, routed.noisy, routed.probs, routed.ids, noise_std)
+    return *routed[:3], expert_sums(loss, scores)
 
 
-def route_by_triton(*arguments):
-    return ops.route(*arguments, "triton")
+def route_by_triton(logits, noise, top_k, normalize, loss, noise_std):
+    """As `route_by_torch`."""
+    settings = ops.RouteSettings(top_k, normalize, loss, noise_std, noise_std, "triton")
+    return ops.route(logits, noise, settings)[:4]

@@ -15,14 +15,15 @@ from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
 from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
-from moe_core.ops.route.op import route
-from moe_core.ops.route_tokens.op import route_tokens, route_tokens_supported
+from moe_core.ops.route.op import LinearLogits, RouteSettings, route
 from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
 __all__ = [
     "DispatchPlan",
     "ExpertWeights",
     "Int8Weights",
+    "LinearLogits",
+    "RouteSettings",
     "casts_weights",
     "check_kernels",
     "combine",
@@ -42,8 +43,6 @@ __all__ = [
     "quantize_weights",
     "release_buffers",
     "route",
-    "route_tokens",
-    "route_tokens_supported",
     "soft_combine",
     "soft_dispatch",
 ]

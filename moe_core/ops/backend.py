@@ -62,10 +62,6 @@ def _triton_ffn(request: Request) -> bool:
     return request.activation in KERNEL_ACTIVATIONS and request.dtype in _HALVES_AND_FP32
 
 
-def _triton_tokens(request: Request) -> bool:
-    return request.dtype in _HALVES_AND_FP32
-
-
 def _grouped_mm(request: Request) -> bool:
     return request.device == "cuda" and request.dtype == torch.bfloat16
 
@@ -101,10 +97,6 @@ def _cpp_rows(request: Request) -> bool:
 FORMS = {
     "route": (
         Form("triton", "route.triton", _everything),
-        Form("torch", "route.reference", _everything),
-    ),
-    "route_tokens": (  # the router's product, routing and the cast of the tokens
-        Form("triton", "route_tokens.triton", _triton_tokens),
         Form("torch", "route.reference", _everything),
     ),
     "plan": (

@@ -1,157 +1,249 @@
 """Softmax, top-K and gate values of the router's logits.
 
-The Triton form reads the logits once. It also computes the sums of the auxiliary losses in
-`KERNEL_LOSSES`. It is a torch.library op with a backward op. Autograd differentiates the torch
-form.
+The Triton form reads the logits once, and adds the noise. It also computes the sums of the
+auxiliary losses in `KERNEL_LOSSES`. For a linear router with at most 64 experts it computes the
+logits and casts the tokens in the same pass. It is a torch.library op with a backward op. Autograd
+differentiates the torch form.
 """
 
-# T tokens, E experts, K top-k
+# T tokens, E experts, K top-k, M model dim
+
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.context import in_transform
+from moe_core.context import in_transform, without_autocast
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 from moe_core.ops.route import reference
 
+_MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
+_TOKEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LinearLogits(NamedTuple):
+    """The logits of a linear router, not computed yet."""
+
+    tokens: Tensor  # [T, M]
+    weight: Tensor  # [E, M]
+    dtype: torch.dtype  # of the experts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tokens.shape[0], self.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def value(self) -> Tensor:
+        """`tokens weight^T` [T, E] in at least fp32."""
+        with without_autocast(self.tokens):
+            tokens = self.tokens.to(torch.promote_types(self.tokens.dtype, torch.float32))
+            return F.linear(tokens, self.weight.to(tokens.dtype))
+
+
+class RouteSettings(NamedTuple):
+    top_k: int
+    normalize: bool  # the gate values of a token sum to 1
+    loss: str  # name of the auxiliary loss
+    noise_std: float  # factor of the noise
+    loss_noise_std: float  # the standard deviation of the noise, for the loss
+    kernels: str = "auto"  # see `backend.select`
+
+
+class RoutedTokens(NamedTuple):
+    gates: Tensor  # [T, K]
+    ids: Tensor  # [T, K] int64
+    probs: Tensor  # [T, E]
+    # [2, E] sums per expert of the loss; None: the form does not compute them
+    sums: Tensor | None
+    # [T, E] without and with noise; None: not computed, or only within the kernel
+    logits: Tensor | None
+    noisy: Tensor | None
+    inputs: Tensor | None  # [T, M] the tokens in the dtype of the experts, from the same kernel
+
 
 def route(
-    logits: Tensor,
-    noisy: Tensor,
-    top_k: int,
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    kernels: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Choose the `top_k` experts with the largest noisy logits; differentiable in both logits.
+    logits: Tensor | LinearLogits, noise: Tensor | None, settings: RouteSettings
+) -> RoutedTokens:
+    """Choose the `top_k` experts with the largest noisy logits, `logits + noise_std * noise`.
+
+    Differentiable in the logits [T, E], or in the tokens and the weight. If noisy logits are equal,
+    the expert with the lower index is chosen.
 
     Args:
-        logits: [T, E].
-        noisy: [T, E], the logits with noise; without noise, `logits` itself.
-        normalize: whether the gate values of a token sum to 1.
-        loss: the name of the auxiliary loss.
-        noise_std: the standard deviation of the noise, for the loss.
-        kernels: see `backend.select`.
-
-    Returns:
-        Gate values [T, K], expert ids [T, K] int64, probabilities [T, E], and the sums per expert
-        [2, E] of the loss as in `losses.expert_sums`, or None if the form does not compute them.
-        If logits are equal, the expert with the lower index is chosen.
+        noise: [T, E]; None: no noise.
     """
-    request = Request(kernels, logits.device.type, logits.dtype)
+    if isinstance(logits, LinearLogits):
+        if _fuses_product(logits, settings):
+            return _in_one_kernel(logits.tokens, logits.weight, noise, settings, logits.dtype)
+        logits = logits.value()
+    request = Request(settings.kernels, logits.device.type, logits.dtype)
     if in_transform(logits) or select("route", request) == "route.reference":
-        gates, ids, probs = reference.route(noisy, top_k, normalize)
-        return gates, ids, probs, None
+        noisy = reference.add_noise(logits, noise, settings.noise_std)
+        gates, ids, probs = reference.route(noisy, settings.top_k, settings.normalize)
+        return RoutedTokens(gates, ids, probs, None, logits, noisy, None)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    routed = _in_one_kernel(logits, None, noise, settings, logits.dtype)
+    return routed._replace(logits=logits, inputs=None)
+
+
+def _fuses_product(logits: LinearLogits, settings: RouteSettings) -> bool:
+    """Whether the Triton form computes these logits."""
+    tokens, weight, _ = logits
+    if weight.dtype != torch.float32 or weight.shape[1] != tokens.shape[1]:
+        return False
+    if weight.shape[0] > _MOST_EXPERTS or settings.loss not in KERNEL_LOSSES:
+        return False
+    if tokens.dtype not in _TOKEN_DTYPES or in_transform(tokens):
+        return False
+    request = Request(settings.kernels, tokens.device.type, tokens.dtype)
+    return select("route", request) != "route.reference"
+
+
+def _in_one_kernel(
+    x: Tensor,
+    weight: Tensor | None,
+    noise: Tensor | None,
+    settings: RouteSettings,
+    dtype: torch.dtype,
+) -> RoutedTokens:
+    """x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`."""
+    top_k, normalize, loss, noise_std, loss_noise_std, _ = settings
     computes_loss = loss in KERNEL_LOSSES
-    fused_loss = "none"
-    if computes_loss:
-        fused_loss = loss
-    # Only these losses read the logits without noise.
-    has_clean = noisy is not logits and fused_loss.startswith("load_importance")
-    dtype = torch.promote_types(noisy.dtype, torch.float32)
-    clean = None
-    if has_clean:
-        clean = logits.to(dtype)
-    gates, ids, probs, sums = torch.ops.moe_core.route(
-        noisy.to(dtype), clean, top_k, normalize, fused_loss, noise_std
+    if not computes_loss:
+        loss = "none"
+    cast_to: torch.dtype | None = None
+    if dtype != x.dtype:
+        cast_to = dtype
+    gates, ids, probs, sums, inputs, _ = torch.ops.moe_core.route(
+        x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to
     )
+    if cast_to is None:
+        inputs = x
     if not computes_loss:
         sums = None
-    return gates, ids, probs, sums
+    return RoutedTokens(gates, ids, probs, sums, None, None, inputs)
 
 
 @torch.library.custom_op("moe_core::route", mutates_args=())
 def _route(
-    noisy: Tensor,
-    clean: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    noise: Tensor | None,
     top_k: int,
     normalize: bool,
     loss: str,
     noise_std: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gates [T, K], ids [T, K], probs [T, E] and the sums [2, E] of the loss."""
-    return load("route.triton").route(noisy, clean, top_k, normalize, loss, noise_std)
+    loss_noise_std: float,
+    cast_to: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens and their logits.
+
+    x is the logits [T, E], or with a `weight` the tokens [T, M]. The cast tokens are empty if there
+    is no cast. The logits are empty unless they are computed here and the loss reads them.
+    """
+    forward = load("route.triton").forward
+    return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
 
 
 @torch.library.custom_op("moe_core::route_backward", mutates_args=())
 def _route_backward(
-    noisy: Tensor,
-    clean: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    noise: Tensor | None,
     ids: Tensor,
     probs: Tensor,
+    logits: Tensor,
     grad_gates: Tensor | None,
     grad_probs: Tensor | None,
     grad_sums: Tensor | None,
+    grad_inputs: Tensor | None,
     normalize: bool,
     loss: str,
     noise_std: float,
+    loss_noise_std: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `noisy` and of `clean`; the second one is empty if `clean` is None."""
+    """Gradients of x and weight; the second one is empty without a weight."""
     if grad_sums is None:
         loss = "none"
-    grads = (grad_gates, grad_probs, grad_sums)
-    differentiate = load("route.triton").route_backward
-    grad_noisy, grad_clean = differentiate(
-        noisy, clean, ids, probs, grads, normalize, loss, noise_std
-    )
-    if grad_clean is None:
-        grad_clean = noisy.new_empty(0)
-    return grad_noisy, grad_clean
+    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+    settings = (normalize, loss, noise_std, loss_noise_std)
+    return load("route.triton").backward(x, weight, noise, ids, probs, logits, grads, *settings)
 
 
 @_route.register_fake
-def _(noisy, clean, top_k, normalize, loss, noise_std):
-    num_tokens, num_experts = noisy.shape
-    gates = noisy.new_empty(num_tokens, top_k)
-    ids = noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
-    return gates, ids, noisy.new_empty(num_tokens, num_experts), noisy.new_empty(2, num_experts)
+def _(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to):
+    num_tokens, num_experts = x.shape[0], x.shape[1]
+    like = x
+    if weight is not None:
+        like, num_experts = weight, weight.shape[0]
+    gates = like.new_empty(num_tokens, top_k)
+    ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
+    probs = like.new_empty(num_tokens, num_experts)
+    inputs, logits = x.new_empty(0), like.new_empty(0)
+    if cast_to is not None:
+        inputs = x.new_empty(x.shape, dtype=cast_to)
+    if weight is not None and loss.startswith("load_importance"):
+        logits = torch.empty_like(probs)
+    return gates, ids, probs, like.new_empty(2, num_experts), inputs, logits
 
 
 @_route_backward.register_fake
-def _(noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, normalize, loss, noise_std):
-    grad_clean = noisy.new_empty(0)
-    if clean is not None:
-        grad_clean = noisy.new_empty(clean.shape)
-    return noisy.new_empty(noisy.shape), grad_clean
+def _(x, weight, *_):
+    if weight is None:
+        return x.new_empty(x.shape), x.new_empty(0)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _save(ctx, inputs, output) -> None:
-    noisy, clean, _, ctx.normalize, ctx.loss, ctx.noise_std = inputs
-    _, ids, probs, _ = output
-    ctx.save_for_backward(noisy, clean, ids, probs)
-    ctx.mark_non_differentiable(ids)
+    x, weight, noise, _, *ctx.settings, ctx.cast_to = inputs
+    _, ids, probs, _, _, logits = output
+    ctx.save_for_backward(x, weight, noise, ids, probs, logits)
+    ctx.mark_non_differentiable(ids, logits)
     # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums):
-    noisy, clean, ids, probs = ctx.saved_tensors
-    if is_differentiated_again(probs):
+def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, grad_logits):
+    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+    x, weight, noise, ids, *_ = saved = ctx.saved_tensors
+    nothing = (None,) * 7
+    if is_differentiated_again(x):
+        normalize, loss, noise_std, loss_noise_std = ctx.settings
 
-        def function(noisy, clean):
-            return reference.route_and_sums(
-                noisy, clean, ids.shape[1], ctx.normalize, ctx.loss, ctx.noise_std
-            )
+        def function(x, weight):
+            clean = x
+            if weight is not None:
+                clean = LinearLogits(x, weight, x.dtype).value()
+            noisy = reference.add_noise(clean, noise, noise_std)
+            settings = (ids.shape[1], normalize, loss, loss_noise_std)
+            routed = reference.route_and_sums(noisy, clean, *settings)
+            return *routed, x.to(ctx.cast_to or x.dtype)
 
-        needs, grads = ctx.needs_input_grad[:2], (grad_gates, grad_probs, grad_sums)
-        return (*plain_gradients(function, (noisy, clean), needs, grads), None, None, None, None)
-    grad_noisy, grad_clean = torch.ops.moe_core.route_backward(
-        noisy,
-        clean,
-        ids,
-        probs,
-        grad_gates,
-        grad_probs,
-        grad_sums,
-        ctx.normalize,
-        ctx.loss,
-        ctx.noise_std,
-    )
-    if clean is None:
-        grad_clean = None
-    return grad_noisy, grad_clean, None, None, None, None
+        needs = ctx.needs_input_grad[:2]
+        return (*plain_gradients(function, (x, weight), needs, grads), *nothing)
+    grad_x, grad_weight = torch.ops.moe_core.route_backward(*saved, *grads, *ctx.settings)
+    if weight is None:
+        grad_weight = None
+    return (grad_x, grad_weight, *nothing)
 
 
 torch.library.register_autograd("moe_core::route", _differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.moe_core.route)
+def _flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    if weight_shape is None:
+        return 0
+    num_experts, model_dim = weight_shape
+    return 2 * x_shape[0] * num_experts * model_dim
+
+
+@register_flop_formula(torch.ops.moe_core.route_backward)
+def _backward_flops(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+    return 2 * _flops(x_shape, weight_shape)

@@ -3,11 +3,30 @@
 # T tokens, E experts, K top-k
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_core.losses import RoutingScores, expert_sums
+from moe_core.registry import LOSSES
+
+
+class RoutingScores(NamedTuple):
+    """The inputs of a loss: the router's scores for the tokens of this rank."""
+
+    logits: Tensor  # [T, E] without noise
+    noisy: Tensor  # [T, E] with noise: experts are chosen by these
+    probs: Tensor  # [T, E] softmax of `noisy`
+    expert_ids: Tensor  # [T, K] int64
+    noise_std: float
+
+
+def add_noise(logits: Tensor, noise: Tensor | None, noise_std: float) -> Tensor:
+    """`logits + noise_std * noise` in the dtype of the logits; the logits themselves if `noise` is
+    None."""
+    if noise is None:
+        return logits
+    return logits + noise_std * noise.to(logits.dtype)
 
 
 def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,18 +40,16 @@ def route(noisy: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, T
 
 
 def route_and_sums(
-    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
+    noisy: Tensor, clean: Tensor, top_k: int, normalize: bool, loss: str, noise_std: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates [T, K], probabilities [T, E] and the sums [2, E] of the loss, as the fused ops.
+    """Gates [T, K], probabilities [T, E] and the sums [2, E] of the loss, as the fused op.
 
     Args:
-        clean: [T, E], the logits without noise; None: `noisy`.
+        clean: [T, E], the logits without noise.
     """
     gates, ids, probs = route(noisy, top_k, normalize)
-    if clean is None:
-        clean = noisy
     scores = RoutingScores(clean, noisy, probs, ids, noise_std)
-    return gates, probs, expert_sums(loss, scores)
+    return gates, probs, LOSSES[loss]().sums(scores)
 
 
 def largest(logits: Tensor, top_k: int) -> Tensor:

@@ -1,15 +1,19 @@
-"""Triton form of routing.
+"""Triton form of routing, from logits or from the tokens of a linear router.
 
-The forward kernel reads the logits once. It computes softmax, top-K, gate values and, for each
-block of tokens, the sums of the auxiliary loss. The backward kernel reads its results once and
-computes the gradient of the logits.
+The forward kernel reads its logits or tokens once. With a router's weight it casts the tokens and
+multiplies them; the logits stay in registers. It computes softmax, top-K, gate values and, for each
+block of tokens, the sums of the auxiliary loss. The backward kernel reads these results once. It
+computes the gradients of the logits and, with a weight, of the tokens.
+
+Products are in fp32, not TF32, so that the choices are the same as in fp32. With at most 64 experts
+the products take less time than reading the tokens from memory.
 
 There are no atomic operations. The block sums are added in a fixed order afterwards, so runs repeat
 bit by bit.
 """
 
-# T tokens, E experts, K top-k
-# A program handles BLOCK_T tokens and all E experts, padded to BLOCK_E.
+# T tokens, E experts, K top-k, M model dim
+# A program handles BLOCK_T tokens and all E experts, padded to BLOCK_E, BLOCK_M channels at a time.
 
 import torch
 import triton
@@ -18,7 +22,10 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
 
-_TILE = 2048  # logits that a program handles
+_TILE = 2048  # logits that a program handles, if it does not compute them
+_BLOCK_T = 32  # tokens of a program that computes logits
+_BLOCK_M = 64
+_LEAST_EXPERTS = 16  # the smallest dim of a tile in a matrix product
 
 
 @triton.jit
@@ -29,7 +36,7 @@ def _softmax(logits):
 
 
 @triton.jit
-def choose(
+def _choose(
     noisy_logits, clean_logits, t, block, ids, gates, probs, block_sums, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
     NOISE: tl.constexpr, HAS_CLEAN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -94,37 +101,55 @@ def choose(
         tl.store(block_sums + (2 * block + 1) * NUM_EXPERTS + e, sums_1, mask=e < NUM_EXPERTS)
 
 
+@triton.jit
+def _add_noise(logits, noise, cells, mask, NOISE_STD: tl.constexpr):
+    if noise is not None:
+        logits += NOISE_STD * tl.load(noise + cells, mask=mask, other=0.0).to(logits.dtype)
+    return logits
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
-    noisy, clean, ids, gates, probs, block_sums, num_tokens, NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+def route_kernel(
+    x, weight, noise, inputs, logits, ids, gates, probs, block_sums, num_tokens, M: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
+    NOISE_STD: tl.constexpr, LOSS_NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
     mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
-    noisy_logits = tl.load(noisy + cells, mask=mask, other=0.0)
-    clean_logits = noisy_logits
-    if clean is not None:
-        clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
-    choose(
-        noisy_logits, clean_logits, t, block, ids, gates, probs, block_sums, num_tokens,
-        NUM_EXPERTS, TOP_K, NORMALIZE, LOSS, NOISE, clean is not None, BLOCK_T, BLOCK_E, BLOCK_K,
+    if weight is None:
+        clean = tl.load(x + cells, mask=mask, other=0.0)
+    else:
+        clean = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
+        for start in range(0, M, BLOCK_M):
+            m = start + tl.arange(0, BLOCK_M)
+            channels = t[:, None] * M + m[None, :]
+            inside = (t < num_tokens)[:, None] & (m < M)[None, :]
+            tokens = tl.load(x + channels, mask=inside, other=0.0)
+            if inputs is not None:
+                tl.store(inputs + channels, tokens.to(inputs.dtype.element_ty), mask=inside)
+            weight_mask = (m < M)[:, None] & (e < NUM_EXPERTS)[None, :]
+            columns = tl.load(weight + e[None, :] * M + m[:, None], mask=weight_mask, other=0.0)
+            clean = tl.dot(tokens.to(tl.float32), columns, clean, input_precision="ieee")
+        if logits is not None:
+            tl.store(logits + cells, clean, mask=mask)
+    noisy = _add_noise(clean, noise, cells, mask, NOISE_STD)
+    _choose(
+        noisy, clean, t, block, ids, gates, probs, block_sums, num_tokens, NUM_EXPERTS, TOP_K,
+        NORMALIZE, LOSS, LOSS_NOISE, noise is not None, BLOCK_T, BLOCK_E, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
-def grad_of_choice(
-    t, noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens,
+def _grad_of_choice(
+    t, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    NOISE_STD: tl.constexpr, LOSS_NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the noisy and of the clean logits [BLOCK_T, BLOCK_E] of the tokens t.
-
-    Without clean logits, the first gradient is the sum of both.
-    """
+    """The gradients of the logits [BLOCK_T, BLOCK_E] of the tokens t."""
     e = tl.arange(0, BLOCK_E)
     is_token = t < num_tokens
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
@@ -157,26 +182,24 @@ def grad_of_choice(
             )
         grad_p += chosen_grad
     grad_logits = p * (grad_p - tl.sum(p * grad_p, axis=1)[:, None])
-    grad_clean = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
 
     if LOSS >= 2:
         last = tl.load(ids + t * TOP_K + TOP_K - 1, mask=is_token, other=0)
-        if clean is None:
-            clean_logits = tl.load(noisy + cells, mask=mask, other=0.0)
-        else:
-            clean_logits = tl.load(clean + cells, mask=mask, other=0.0)
-        q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean_logits, float("-inf")))
+        is_last = e[None, :] == last[:, None]
+        clean = tl.load(logits + cells, mask=mask, other=0.0)
+        q = _softmax(tl.where((e < NUM_EXPERTS)[None, :], clean, float("-inf")))
         grad_q = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
         grad_q += tl.load(grad_sums + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
         # The derivative of the load with respect to its argument, times the gradient of the load.
         slope = tl.zeros([BLOCK_T, BLOCK_E], dtype=p.dtype)
-        if NOISE > 0:
-            threshold = tl.load(noisy + t * NUM_EXPERTS + last, mask=is_token, other=0.0)
-            compared = clean_logits
+        if LOSS_NOISE > 0:
+            noisy = _add_noise(clean, noise, cells, mask, NOISE_STD)
+            threshold = tl.sum(tl.where(is_last, noisy, 0.0), axis=1)
+            compared = clean
             if LOSS == 3:
                 compared = q
-            z = (compared - threshold[:, None]) * (1 / NOISE)
-            slope += tl.exp(-0.5 * z * z) * (0.3989422804014327 / NOISE)
+            z = (compared - threshold[:, None]) * (1 / LOSS_NOISE)
+            slope += tl.exp(-0.5 * z * z) * (0.3989422804014327 / LOSS_NOISE)
             slope *= tl.load(grad_sums + NUM_EXPERTS + e, mask=e < NUM_EXPERTS, other=0.0)[None, :]
             slope = tl.where(mask, slope, 0.0)
         if LOSS == 3:
@@ -184,108 +207,123 @@ def grad_of_choice(
         q_grad = q * (grad_q - tl.sum(q * grad_q, axis=1)[:, None])
         if LOSS == 2:
             q_grad += slope
-        grad_logits -= tl.where(e[None, :] == last[:, None], tl.sum(slope, axis=1)[:, None], 0.0)
-        if clean is None:
-            grad_logits += q_grad
-        else:
-            grad_clean = q_grad
-    return grad_logits, grad_clean
+        grad_logits -= tl.where(is_last, tl.sum(slope, axis=1)[:, None], 0.0)
+        grad_logits += q_grad
+    return grad_logits
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_backward_kernel(
-    noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean, num_tokens,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, LOSS: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+def route_backward_kernel(
+    weight, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, grad_inputs, grad_logits,
+    grad_x, num_tokens, M: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr, LOSS: tl.constexpr, NOISE_STD: tl.constexpr, LOSS_NOISE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    noisy_tile, clean_tile = grad_of_choice(
-        t, noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens, NUM_EXPERTS,
-        TOP_K, NORMALIZE, LOSS, NOISE, BLOCK_T, BLOCK_E,
-    )  # fmt: skip
     e = tl.arange(0, BLOCK_E)
+    gradient = _grad_of_choice(
+        t, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, num_tokens, NUM_EXPERTS,
+        TOP_K, NORMALIZE, LOSS, NOISE_STD, LOSS_NOISE, BLOCK_T, BLOCK_E,
+    )  # fmt: skip
+    is_expert = (e < NUM_EXPERTS)[None, :]
+    gradient = tl.where(is_expert, gradient, 0.0)
     cells = t[:, None] * NUM_EXPERTS + e[None, :]
-    mask = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
-    tl.store(grad_noisy + cells, noisy_tile, mask=mask)
-    if clean is not None:
-        tl.store(grad_clean + cells, clean_tile, mask=mask)
+    tl.store(grad_logits + cells, gradient, mask=(t < num_tokens)[:, None] & is_expert)
+    if weight is not None:
+        for start in range(0, M, BLOCK_M):
+            m = start + tl.arange(0, BLOCK_M)
+            channels = t[:, None] * M + m[None, :]
+            inside = (t < num_tokens)[:, None] & (m < M)[None, :]
+            weight_mask = (e < NUM_EXPERTS)[:, None] & (m < M)[None, :]
+            rows = tl.load(weight + e[:, None] * M + m[None, :], mask=weight_mask, other=0.0)
+            of_tokens = tl.dot(gradient, rows, input_precision="ieee")
+            if grad_inputs is not None:
+                of_tokens += tl.load(grad_inputs + channels, mask=inside, other=0.0).to(tl.float32)
+            tl.store(grad_x + channels, of_tokens.to(grad_x.dtype.element_ty), mask=inside)
 
 
 @on_its_device
-def route(
-    noisy: Tensor, clean: Tensor | None, top_k: int, normalize: bool, loss: str, noise_std: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Route by noisy logits [T, E].
-
-    Args:
-        clean: logits without noise [T, E], for the loss; None: the same as `noisy`.
-
-    Returns:
-        gates [T, K], ids [T, K] int64, probs [T, E], and the sums per expert [2, E] of `loss`.
-    """
-    noisy, clean = _logits(noisy, clean)
-    num_tokens, num_experts = noisy.shape
-    block_t, block_e = _route_block(num_experts)
-    assert 1 <= top_k <= num_experts
-    num_blocks = triton.cdiv(num_tokens, block_t)
-    ids = noisy.new_empty(num_tokens, top_k, dtype=torch.int64)
-    gates = noisy.new_empty(num_tokens, top_k)
-    probs = torch.empty_like(noisy)
-    num_block_sums = num_blocks
-    if loss == "none":
-        num_block_sums = 0
-    block_sums = noisy.new_empty(num_block_sums, 2, num_experts)
-    if num_blocks:
-        _route_kernel[(num_blocks,)](
-            noisy, clean, ids, gates, probs, block_sums, num_tokens, num_experts, top_k, normalize,
-            KERNEL_LOSSES.index(loss), noise_std, block_t, block_e, triton.next_power_of_2(top_k),
-            num_warps=_num_warps(block_e),
-        )  # fmt: skip
-    return gates, ids, probs, block_sums.sum(0)
-
-
-@on_its_device
-def route_backward(
-    noisy: Tensor,
-    clean: Tensor | None,
-    ids: Tensor,
-    probs: Tensor,
-    grads: tuple[Tensor | None, Tensor | None, Tensor],
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    noise: Tensor | None,
+    top_k: int,
     normalize: bool,
     loss: str,
     noise_std: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `noisy` and of `clean`; the second one is None if `clean` is None.
+    loss_noise_std: float,
+    cast_to: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the op `moe_core::route`."""
+    x, weight, noise = x.contiguous(), _contiguous(weight), _contiguous(noise)
+    num_tokens, num_experts, model_dim, like = _sizes(x, weight)
+    assert 1 <= top_k <= num_experts
+    block_t, block_e, num_warps = _block(num_experts, weight is not None)
+    num_blocks = triton.cdiv(num_tokens, block_t)
+    gates = like.new_empty(num_tokens, top_k)
+    ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
+    probs = like.new_empty(num_tokens, num_experts)
+    inputs, logits = None, None
+    if cast_to is not None:
+        inputs = torch.empty_like(x, dtype=cast_to)
+    if weight is not None and loss.startswith("load_importance"):
+        logits = torch.empty_like(probs)
+    num_block_sums = num_blocks
+    if loss == "none":
+        num_block_sums = 0
+    block_sums = like.new_empty(num_block_sums, 2, num_experts)
+    if num_blocks:
+        route_kernel[(num_blocks,)](
+            x, weight, noise, inputs, logits, ids, gates, probs, block_sums, num_tokens, model_dim,
+            num_experts, top_k, normalize, KERNEL_LOSSES.index(loss), noise_std, loss_noise_std,
+            block_t, block_e, triton.next_power_of_2(top_k), _BLOCK_M, num_warps=num_warps,
+        )  # fmt: skip
+    if inputs is None:
+        inputs = x.new_empty(0)
+    if logits is None:
+        logits = like.new_empty(0)
+    return gates, ids, probs, block_sums.sum(0), inputs, logits
+
+
+@on_its_device
+def backward(
+    x: Tensor,
+    weight: Tensor | None,
+    noise: Tensor | None,
+    ids: Tensor,
+    probs: Tensor,
+    logits: Tensor,
+    grads: tuple[Tensor | None, ...],
+    normalize: bool,
+    loss: str,
+    noise_std: float,
+    loss_noise_std: float,
+) -> tuple[Tensor, Tensor]:
+    """As the op `moe_core::route_backward`.
 
     Args:
-        grads: the gradients of gates, probs and sums; None means zeros.
+        grads: the gradients of gates, probs, sums and the cast tokens; None means zeros.
     """
-    noisy, clean = _logits(noisy, clean)
-    grad_gates, grad_probs, grad_sums = (_contiguous(grad) for grad in grads)
-    num_tokens, num_experts = noisy.shape
-    block_t, block_e = _route_block(num_experts)
-    grad_noisy = torch.empty_like(noisy)
-    grad_clean = None
-    if clean is not None:
-        grad_clean = torch.empty_like(clean)
+    x, weight, noise = x.contiguous(), _contiguous(weight), _contiguous(noise)
+    grad_gates, grad_probs, grad_sums, grad_inputs = (_contiguous(grad) for grad in grads)
+    num_tokens, num_experts, model_dim, _ = _sizes(x, weight)
+    block_t, block_e, num_warps = _block(num_experts, weight is not None)
+    grad_logits = torch.empty_like(probs)
+    grad_x = None
+    if weight is None:
+        logits = x
+    else:
+        grad_x = torch.empty_like(x)
     if num_tokens:
-        _route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            noisy, clean, ids, probs, grad_gates, grad_probs, grad_sums, grad_noisy, grad_clean,
-            num_tokens, num_experts, ids.shape[1], normalize, KERNEL_LOSSES.index(loss), noise_std,
-            block_t, block_e, num_warps=_num_warps(block_e),
+        route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+            weight, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, grad_inputs,
+            grad_logits, grad_x, num_tokens, model_dim, num_experts, ids.shape[1], normalize,
+            KERNEL_LOSSES.index(loss), noise_std, loss_noise_std, block_t, block_e, _BLOCK_M,
+            num_warps=num_warps,
         )  # fmt: skip
-    return grad_noisy, grad_clean
-
-
-def _logits(noisy: Tensor, clean: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    assert noisy.dim() == 2
-    assert noisy.dtype in (torch.float32, torch.float64)
-    assert clean is None or (clean.shape, clean.dtype, clean.device) == (
-        noisy.shape,
-        noisy.dtype,
-        noisy.device,
-    )
-    return noisy.contiguous(), _contiguous(clean)
+    if grad_x is None:
+        return grad_logits, x.new_empty(0)
+    return grad_x, grad_logits.t() @ x.float()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -294,12 +332,19 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return x.contiguous()
 
 
-def _route_block(num_experts: int) -> tuple[int, int]:
+def _sizes(x: Tensor, weight: Tensor | None) -> tuple[int, int, int, Tensor]:
+    """T, E, M (1 without a weight), and a tensor of the dtype of the logits."""
+    if weight is None:
+        return x.shape[0], x.shape[1], 1, x
+    return x.shape[0], weight.shape[0], x.shape[1], weight
+
+
+def _block(num_experts: int, has_weight: bool) -> tuple[int, int, int]:
+    """BLOCK_T, BLOCK_E and the number of warps."""
     block_e = triton.next_power_of_2(num_experts)
-    return max(min(_TILE // block_e, 64), 1), block_e
-
-
-def _num_warps(block_e: int) -> int:
-    if block_e <= _TILE:
-        return 4
-    return 16
+    if has_weight:
+        return _BLOCK_T, max(block_e, _LEAST_EXPERTS), 4
+    num_warps = 4
+    if block_e > _TILE:
+        num_warps = 16
+    return max(min(_TILE // block_e, 64), 1), block_e, num_warps

@@ -57,8 +57,8 @@ def test_sigmoids_that_round_to_one_do_not_tie():
 
 
 def chosen(logits: torch.Tensor, top_k: int) -> list[list[int]]:
-    _, ids, _, _ = ops.route(logits, logits, top_k, False, "none", 0.0)
-    return ids.tolist()
+    settings = ops.RouteSettings(top_k, False, "none", 0.0, 0.0)
+    return ops.route(logits, None, settings).ids.tolist()
 
 
 def test_of_equal_logits_the_lowest_index_is_chosen():

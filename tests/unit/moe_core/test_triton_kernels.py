@@ -24,16 +24,18 @@ from moe_core import LOSSES as REGISTERED_LOSSES
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import (
     DispatchPlan,
+    LinearLogits,
+    RouteSettings,
     backend,
     combine,
     dispatch,
     loss_of_sums,
     make_plan,
-    route_tokens_supported,
+    route,
 )
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import SETS
-from moe_core.router import LinearRouter, route_in_one_pass, router_logits
+from moe_core.router import LinearRouter, logits_of, router_logits
 from moe_core.router import route as choose_experts
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -161,44 +163,45 @@ class TestKernels:
             (torch.float64, {"rtol": 1e-9, "atol": 1e-11}),
             (torch.float32, {"rtol": 1e-4, "atol": 1e-5}),
         ):
-            clean = random(num_tokens, num_experts, dtype=dtype)
-            noise = 0.3 * random(num_tokens, num_experts, dtype=dtype, seed=1)
+            logits = random(num_tokens, num_experts, dtype=dtype)
+            noise = None
+            if loss[1]:
+                noise = random(num_tokens, num_experts, seed=1)
             for normalize in (False, True) if top_k > 1 else (False,):
                 (ids, *got), (expected_ids, *expected) = (
-                    self.routed(route, [clean, noise], top_k, normalize, *loss) for route in ROUTES
+                    self.routed(route, logits, noise, top_k, normalize, *loss) for route in ROUTES
                 )
                 assert torch.equal(ids, expected_ids)
                 torch.testing.assert_close(got, expected, **bound)
 
     @staticmethod
     def routed(
-        function, logits, top_k, normalize, loss, noise_std, outputs=slice(None)
+        function, logits, noise, top_k, normalize, loss, noise_std, outputs=slice(None)
     ) -> list[torch.Tensor]:
-        """ids, and the outputs wanted with the gradients of the clean logits and the noise that
-        only they have."""
+        """ids, and the outputs wanted with the gradient of the logits that only they have."""
 
-        def forward(clean, noise):
-            noisy = clean + noise if noise_std else clean
-            outcome = function(clean, noisy, top_k, normalize, loss, noise_std)
+        def forward(logits):
+            outcome = function(logits, noise, top_k, normalize, loss, noise_std)
             ids.append(outcome[1])
             return (outcome[0], *outcome[2:])[outputs]
 
         ids = []
-        results = with_gradients(forward, logits)
+        results = with_gradients(forward, [logits])
         return [*ids, *results]
 
     @pytest.mark.parametrize("loss", LOSSES, ids=str)
     def test_each_output_of_route_alone_has_its_gradient(self, loss):
         """Gate values, probabilities and the sums of the loss, if there are any."""
-        logits = [random(9, 5, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+        logits = random(9, 5, dtype=torch.float64)
+        noise = random(9, 5, seed=1) if loss[1] else None
         for i in range(2 if loss[0] == "none" else 3):
             only = slice(i, i + 1)
-            got, expected = (self.routed(f, logits, 2, True, *loss, only) for f in ROUTES)
+            got, expected = (self.routed(f, logits, noise, 2, True, *loss, only) for f in ROUTES)
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
     def test_a_tie_goes_to_the_expert_of_the_lowest_number(self):
         logits = torch.tensor([[0.0, 1, 1, 1, 0], [0, 0, 0, 0, 0]], device=DEVICE)
-        ids = route_by_triton(logits, logits, 4, False, "gshard", 0.0)[1]
+        ids = route_by_triton(logits, None, 4, False, "gshard", 0.0)[1]
         assert ids.tolist() == [[1, 2, 3, 0], [0, 1, 2, 3]]
 
     # numpy's, in the interpreter
@@ -209,17 +212,19 @@ class TestKernels:
         logits = random(4, 5)
         logits[1, 0 if whole_row else 2 :] = value
         for loss, noise_std in LOSSES:
-            x = logits.clone().requires_grad_()
-            gates, ids, probs, sums = route_by_triton(x, x + 0.1, 3, True, loss, noise_std)
+            x, noise = logits.clone().requires_grad_(), None
+            if noise_std:
+                noise = torch.full_like(logits, 0.1)
+            gates, ids, probs, sums = route_by_triton(x, noise, 3, True, loss, noise_std)
             assert all(sorted(set(row)) == sorted(row) for row in ids.tolist())
             assert ((ids >= 0) & (ids < 5)).all()
-            torch.testing.assert_close(probs, (logits + 0.1).softmax(1), equal_nan=True)
+            torch.testing.assert_close(probs, logits.softmax(1), equal_nan=True)
             (gates.sum() + sums.sum()).backward()
             assert torch.isfinite(x.grad[[0, 2, 3]]).all()
 
     def test_route_takes_halves(self):
         logits = random(6, 4, dtype=torch.bfloat16).requires_grad_()
-        gates, _, _, _ = route_by_triton(logits, logits, 2, True, "gshard", 0.0)
+        gates, _, _, _ = route_by_triton(logits, None, 2, True, "gshard", 0.0)
         assert gates.dtype == torch.float32
         gates[:, 0].sum().backward()
         assert logits.grad.dtype == torch.bfloat16
@@ -257,7 +262,7 @@ class TestKernels:
     def test_runs_repeat_bit_by_bit(self):
         def run():
             logits, rows = random(150, 8).requires_grad_(), random(240, 16, seed=1).requires_grad_()
-            gates, ids, _, sums = route_by_triton(logits, logits, 2, True, "gshard", 0.0)
+            gates, ids, _, sums = route_by_triton(logits, None, 2, True, "gshard", 0.0)
             plan = make_plan(ids, 8, 30, None, "triton")
             y = combine(rows, gates, plan, "triton")
             loss = y.square().sum() + sums[0].square().sum()
@@ -269,13 +274,14 @@ class TestKernels:
         plan = plan_for(7, 2, 2)
         choices, slots, kept = plan.choices, plan.slots, plan.kept
         tokens, gates, rows = random(7, 3), random(7, 2), random(len(choices), 3)
-        logits, noisy = random(7, 8), random(7, 8, seed=1)
-        _, ids, probs, sums = route_by_triton(logits, noisy, 2, True, "load_importance", 0.2)
+        logits, logits_noise = random(7, 8), random(7, 8, seed=1)
+        _, ids, probs, sums = route_by_triton(logits, logits_noise, 2, True, "load_importance", 0.2)
+        routed = (logits, None, logits_noise, ids, probs, logits.new_empty(0))
         priority = probs.amax(1)
-        loss = (True, "load_importance", 0.2)
+        loss = (True, "load_importance", 0.2, 0.2)
         grad_gates = torch.ones_like(gates)
         limits = ids.new_full((8,), 2)
-        leaves = [t.clone().requires_grad_() for t in (tokens, rows, gates, noisy, logits)]
+        leaves = [t.clone().requires_grad_() for t in (tokens, rows, gates, logits)]
         x, weight = random(20, 16).requires_grad_(), random(4, 16, seed=1).requires_grad_()
         noise = random(20, 4, seed=2)
         loss_sums = (100 * random(2, 6).abs()).requires_grad_()
@@ -283,11 +289,11 @@ class TestKernels:
             (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "triton")),
             (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "triton")),
             (OPS.make_plan, (ids, 8, limits, priority, 14, "plan.triton")),
-            (OPS.route, (*leaves[3:], 2, *loss)),
-            (OPS.route, (leaves[3], None, 2, True, "gshard", 0.0)),
-            (OPS.route_backward, (noisy, None, ids, probs, grad_gates, None, sums, *loss)),
-            (OPS.route_backward, (noisy, logits, ids, probs, None, probs, None, *loss)),
-            (OPS.route_tokens, (x, weight, noise, 2, True, "gshard", 0.25, 0.25, torch.float16)),
+            (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None)),
+            (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None)),
+            (OPS.route_backward, (*routed, grad_gates, None, sums, None, *loss)),
+            (OPS.route_backward, (*routed, None, probs, None, None, *loss)),
+            (OPS.route, (x, weight, noise, 2, True, "gshard", 0.25, 0.25, torch.float16)),
             (OPS.loss_of_sums, (loss_sums, None, 40, "load_importance")),
         ):
             torch.library.opcheck(op.default, inputs, test_utils=CHEAP_CHECKS)
@@ -370,9 +376,9 @@ class TestKernelsOfALinearRouter:
 
         def fused():
             with torch.autocast(DEVICE, half, enabled=half is not None):
-                routed = route_in_one_pass(x, router, config, top_k, True, None, True)
-            assert routed is not None
-            return routed
+                routing = choose_experts(logits_of(router, x, config, True), config, top_k, True)
+            assert routing.inputs is not None
+            return routing, routing.inputs
 
         def plain():
             logits = router_logits(router, x, config, True)
@@ -439,7 +445,9 @@ class TestKernelsOfALinearRouter:
         config = MoEConfig(16, 8, **{"num_experts": 4, "kernels": "triton"} | options)
         layer = MoELayer(config).to(DEVICE)
         x = tokens_of(6, 16)
-        assert route_in_one_pass(x, layer.router, config, 1, True, None, True) is None
+        logits = logits_of(layer.router, x, config, True)
+        routing = choose_experts(logits, config, 1, True, balance=layer.balance)
+        assert routing.inputs is None
 
     def test_hooks_of_the_router_run(self):
         """As those that record its logits."""
@@ -467,7 +475,6 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     from moe_core.ops.plan import triton as triton_plan
     from moe_core.ops.route import loss_triton
     from moe_core.ops.route import triton as triton_route
-    from moe_core.ops.route_tokens import triton as triton_tokens
 
     compiled = compile_launches(monkeypatch, architecture)
     plan = make_plan(torch.arange(40).view(20, 2) % 8, 8, 3)
@@ -477,29 +484,30 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     triton_rows.combine_rows_backward(grad, rows, gates, plan.choices, plan.slots, plan.kept)
     for limits, priority in ((None, None), (torch.full((24,), 3), torch.zeros(20))):
         triton_plan.make_plan(plan.slots, 24, limits, priority, 40)
-    logits = torch.zeros(20, 100)
-    for clean, loss in ((None, "gshard"), (logits, "load_importance")):
-        gates, ids, probs, sums = triton_route.route(logits, clean, 2, True, loss, 0.1)
-        triton_route.route_backward(logits, clean, ids, probs, (gates, None, sums), True, loss, 0.1)
-        total = torch.zeros(())
+    total = torch.zeros(())
+    logits, tokens, weight = torch.zeros(20, 100), torch.zeros(40, 64), torch.zeros(8, 64)
+    for x, w, noise, loss, cast_to in (
+        (logits, None, None, "gshard", None),
+        (logits, None, logits, "load_importance", None),
+        (tokens, weight, torch.zeros(40, 8), "load_importance", torch.bfloat16),
+    ):
+        gates, ids, probs, sums, inputs, kept = triton_route.forward(
+            x, w, noise, 2, True, loss, 0.1, 0.1, cast_to
+        )
+        grads = (gates, None, sums, inputs if cast_to else None)
+        triton_route.backward(x, w, noise, ids, probs, kept, grads, True, loss, 0.1, 0.1)
         for count in (None, total):
-            loss_triton.loss_of_sums(sums[:2], count, 40, loss)
-            loss_triton.loss_of_sums_backward(total, sums[:2], count, 40, loss)
-    x, weight, noise = torch.zeros(40, 64), torch.zeros(8, 64), torch.zeros(40, 8)
-    options = (True, "load_importance", 0.1)
-    gates, ids, probs, sums, inputs, noisy, clean = triton_tokens.forward(
-        x, weight, noise, 2, *options, 0.1, torch.bfloat16
-    )
-    grads = (gates, None, sums, inputs)
-    triton_tokens.backward(x, weight, ids, probs, noisy, clean, grads, *options)
-    assert len(compiled) == 12
+            loss_triton.loss_of_sums(sums, count, 40, loss)
+            loss_triton.loss_of_sums_backward(total, sums, count, 40, loss)
+    assert len(compiled) == 10
     # nothing atomic
     assert not any(re.search(r"\b(atom|red)\.", kernel.asm["ptx"]) for kernel in compiled.values())
 
 
 def test_the_kernel_of_a_linear_router_is_not_for_a_cpu():
-    x, weight = torch.zeros(3, 16), torch.zeros(4, 16)
-    assert INTERPRETED or not route_tokens_supported(x, weight, "gshard", "auto")
+    logits = LinearLogits(torch.zeros(3, 16), torch.zeros(4, 16), torch.float32)
+    routed = route(logits, None, RouteSettings(1, False, "gshard", 0.0, 0.0))
+    assert INTERPRETED or (routed.inputs is None and routed.sums is None)
 
 
 # Which kernels run
