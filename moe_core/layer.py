@@ -411,10 +411,10 @@ class MoELayer(nn.Module):
         if config.global_balance:
             reduce = self.group.sum
         options = (reduce, normalize_gates, random_share)
-        with without_autocast(tokens):
-            if config.routing == "expert_choice":
-                logits = router_logits(router, tokens, config, self.training)
-                return route_by_experts(logits, config, num_images, self.training), tokens
+        if config.routing == "expert_choice":
+            scores = router_logits(router, tokens, config, self.training)
+            with without_autocast(tokens):
+                return route_by_experts(scores, config, num_images, self.training), tokens
         is_random = has_random_choices(random_share)
         logits = logits_of(router, tokens, config, self.training, is_random)
         with without_autocast(tokens):

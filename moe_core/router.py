@@ -177,6 +177,7 @@ def route(
     gates, ids, probs, sums = routed.gates, routed.ids, routed.probs, routed.sums
     num_tokens = probs.shape[0]
     if routed.logits is None:
+        assert sums is not None, "the kernel computes them"
         aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, loss_of_sums)
         return Routing(ids, gates, aux_loss, probs, inputs=routed.inputs)
     logits, noisy = routed.logits, routed.noisy
