@@ -105,7 +105,7 @@ ALL_TO_ALLS = Registry(
     {
         "linear": "moe_core.parallel.linear",
         "2dh": "moe_core.parallel.hierarchical",
-        "channels": "moe_core.parallel.channels",
+        "channels": "moe_core.comm.all_to_all",
     },
 )
 

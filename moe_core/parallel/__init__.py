@@ -3,7 +3,6 @@
 from moe_core.parallel.algorithm import AllToAll, RowCounts
 from moe_core.parallel.all_to_all import all_to_all, flexible_all_to_all
 from moe_core.parallel.calibration import calibrate
-from moe_core.parallel.channels import Channels
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.hierarchical import Hierarchical
 from moe_core.parallel.linear import Linear
@@ -18,7 +17,6 @@ __all__ = [
     "EXCHANGES",
     "PROFILES",
     "AllToAll",
-    "Channels",
     "CollectiveError",
     "ExchangeCost",
     "ExpertGroup",

@@ -63,8 +63,7 @@ class AllToAll(ABC):
     Attributes:
         by_node: whether messages inside a node and between nodes differ. The tuner tries such an
             algorithm only with several nodes of several ranks.
-        through_memory: whether rows pass through memory that the ranks share. The tuner tries such
-            an algorithm only if the ranks are CPU processes of one machine.
+        through_memory: whether rows pass through memory that the ranks share.
         ranks: all ranks of the group, for collectives.
 
     Raises:
@@ -77,6 +76,18 @@ class AllToAll(ABC):
     def __init__(self, group: ExpertGroup, ranks_per_node: int | None = None) -> None:
         self.group = group
         self.ranks = group.all_ranks()
+
+    @classmethod
+    def is_available(cls, group: ExpertGroup) -> bool:
+        """Whether tuners may try the algorithm over this group. It is the same on all ranks.
+
+        An algorithm that needs more than a process group overrides this. It may communicate: all
+        ranks of the group call it, before their first trial.
+
+        Raises:
+            CollectiveError: a rank has ended or did not come within the timeout.
+        """
+        return True
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tell every rank how many rows it will receive.

@@ -16,7 +16,7 @@ The model assumes that the experts' loads are balanced. Its accuracy: docs/expla
 # chunks
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from moe_core.capacity import expert_capacity
@@ -382,13 +382,15 @@ def candidates(
     num_nodes: int,
     degrees: Sequence[int] = (1, 2, 4, 8),
     has_capacity: bool = False,
-    shares_memory: bool = False,
+    all_to_alls: Collection[str] | None = None,
 ) -> list[ParallelStrategy]:
     """All strategies that differ in cost.
 
     A strategy with r = 0 has no chunks and sends no rows. An algorithm with `by_node` needs several
-    nodes of several ranks. An algorithm with `through_memory` needs ranks that share memory. A
-    static exchange needs a capacity.
+    nodes of several ranks. A static exchange needs a capacity.
+
+    Args:
+        all_to_alls: the algorithms that are available; None: all that need no shared memory.
 
     Raises:
         ValueError: the ranks do not divide over the nodes.
@@ -403,9 +405,13 @@ def candidates(
     has_levels = num_nodes > 1 and per_node > 1
     names = []
     for name, algorithm in ALL_TO_ALLS.items():
-        has_nodes = has_levels or not algorithm.by_node
-        has_memory = shares_memory or not algorithm.through_memory
-        if has_nodes and has_memory:
+        if algorithm.by_node and not has_levels:
+            continue
+        if all_to_alls is None:
+            is_tried = not algorithm.through_memory
+        else:
+            is_tried = name in all_to_alls
+        if is_tried:
             names.append(name)
     strategies = [ParallelStrategy(0, ranks_per_node=per_node)]
     for name in names:
@@ -426,7 +432,7 @@ def ranked(
     group_size: int,
     ranks_per_node: int,
     degrees: Sequence[int] = (1, 2, 4, 8),
-    shares_memory: bool = False,
+    all_to_alls: Collection[str] | None = None,
 ) -> list[tuple[ParallelStrategy, float]]:
     """The candidates with their predicted seconds, best first.
 
@@ -437,7 +443,7 @@ def ranked(
     timed = []
     has_capacity = shape.capacity is not None
     for strategy in candidates(
-        shape.num_experts, group_size, num_nodes, degrees, has_capacity, shares_memory
+        shape.num_experts, group_size, num_nodes, degrees, has_capacity, all_to_alls
     ):
         timed.append((strategy, layer_time(machine, shape, group_size, strategy).total))
     return sorted(timed, key=lambda pair: pair[1])

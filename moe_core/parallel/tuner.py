@@ -33,7 +33,6 @@ from torch import nn
 
 from moe_core.config import MoEConfig
 from moe_core.parallel.calibration import calibrate
-from moe_core.parallel.channels import shares_memory
 from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
@@ -101,7 +100,7 @@ class Tuner:
         except ValueError as error:
             _log.info("no all-to-all by node is tried: %s", error)
             self.ranks_per_node = group.size
-        self.shares_memory = shares_memory(group)
+        self.available = [name for name, a in ALL_TO_ALLS.items() if a.is_available(group)]
         self.trials = 0
         # Time lost on slower strategies, in calls of the best one: {training: time}. A drift sets
         # it to 0.
@@ -236,12 +235,12 @@ class Tuner:
     def load_state_dict(self, state: list[dict]) -> None:
         """Load decisions. Decisions for another group size or shape stay unused until it occurs.
 
-        Strategies through shared memory are ignored if this group does not share memory. A key
-        without `training`, from an earlier version, is for training.
+        Strategies whose all-to-all is not available to this group are ignored. A key without
+        `training`, from an earlier version, is for training.
         """
         for entry in state:
             strategy = ParallelStrategy(**entry["strategy"])
-            if ALL_TO_ALLS[strategy.all_to_all].through_memory and not self.shares_memory:
+            if strategy.all_to_all not in self.available:
                 continue
             self._searches[Key(**entry["key"])] = Search({strategy: 0.0}, strategy)
 
@@ -313,7 +312,7 @@ class Tuner:
             key.group_size,
             key.ranks_per_node,
             self.degrees,
-            self.shares_memory,
+            self.available,
         ):
             if key.built_in or strategy.r == 1:
                 predicted[strategy] = seconds

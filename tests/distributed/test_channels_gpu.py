@@ -14,6 +14,7 @@ from channel_cases import world
 from gloo_processes import patches
 from moe_cases import make_layer
 
+from moe_core.comm import all_to_all as channels
 from moe_core.comm import gpu_memory, switch
 from moe_core.comm.memory import share_memory
 from moe_core.parallel import (
@@ -22,7 +23,6 @@ from moe_core.parallel import (
     ParallelStrategy,
     Ranks,
     all_to_all,
-    channels,
     make_expert_groups,
 )
 
@@ -185,7 +185,7 @@ def a_layer_equals_linear(rank: int, device: str) -> None:
     ragged = ExpertGroup(dist.group.WORLD)  # runs on this thread
     with pytest.raises(ValueError, match=r"equal splits .*: it does not exchange counts"):
         all_to_all(x[:3], ragged, [1, 2], "channels")
-    assert not channels.shares_memory(group)
+    assert not channels.Channels.is_available(group)
 
 
 def no_switch(rank: int, device: str) -> None:

@@ -144,7 +144,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout_of_the_group(run_
 
 def tuned(rank: int) -> None:
     alone = make_expert_groups(2)
-    assert not Tuner(alone, PROFILES["h100"]).shares_memory  # torchrun does not say who is near
+    available = Tuner(alone, PROFILES["h100"]).available
+    assert "channels" not in available  # torchrun does not say who is near
     group = make_expert_groups(2, ranks_per_node=2)
     tuner = tuner_module.tuners[group] = Tuner(group, PROFILES["a100-hdr"], degrees=(1, 2))
     patches.setattr(
@@ -171,7 +172,7 @@ def test_the_tuner_tries_it_where_ranks_share_memory(run_processes):
 
 def test_the_cost_model_prices_two_copies():
     assert {s.all_to_all for s in candidates(8, 8, 1)} == {"linear"}
-    near = candidates(8, 8, 1, shares_memory=True)
+    near = candidates(8, 8, 1, all_to_alls=["linear", "channels"])
     assert {s.all_to_all for s in near} == {"linear", "channels"}
     machine = PROFILES["h100"]
     shape = LayerShape(4096, 512, 2048, 8, 2, 1024.0, counts_first=False, training=False)

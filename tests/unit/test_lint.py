@@ -7,6 +7,8 @@ from lint import (
     MAX_FUNCTION,
     ROOT,
     circle_of_imports,
+    imported_names,
+    leaves_named,
     lengths,
     other_exits,
     private_names,
@@ -86,6 +88,17 @@ def test_finds_long_functions():
 )
 def test_the_rules_catch(name, imported):
     assert violations(name, iter([imported]))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def f():\n    import moe_core.comm", "A = {'b': 'moe_core.compat.tutel'}"],
+)
+def test_nothing_names_a_leaf(source):
+    tree = ast.parse(source)
+    imports = list(imported_names(tree, ROOT / "moe_core" / "layer.py"))
+    assert list(leaves_named("moe_core.layer", imports, tree))
+    assert not list(leaves_named("moe_core.comm.a", ["moe_core.comm.b"], ast.parse("")))
 
 
 def test_finds_circles_of_imports():

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from moe_core.comm import Collectives
+from moe_core.comm.collectives import Collectives
 from moe_core.comm.cuda_collectives import CudaAllToAll
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.linear import Linear
@@ -52,6 +52,27 @@ class Channels(Linear):
             self.ranks = GpuRanks(group, _gpu_all_to_all_of(group))
         else:
             self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
+
+    @classmethod
+    def is_available(cls, group: ExpertGroup) -> bool:
+        """Whether the ranks of this group are CPU processes of one node that can share memory.
+
+        If sharing memory fails, the log gives the reason.
+        """
+        if group.size == 1:
+            return False
+        try:
+            if _between_gpus(group):
+                raise ValueError(f"{_ONLY_STATIC}, which no tuner tries")
+            if group.ranks_per_node() < group.size:
+                return False
+            _collectives_of(group, group.size)
+        except CollectiveError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            _log.info("no all-to-all through shared memory is tried: %s", error)
+            return False
+        return True
 
     def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.ranks, GpuRanks):
@@ -114,30 +135,6 @@ class GpuRanks(RankSubset):
                 raise ValueError(f"{_ONLY_STATIC}: rows by rank are {counts.tolist()}")
         self._record("all_to_all", rows, numbers, sizes)
         return self._exchange.all_to_all(rows)
-
-
-def shares_memory(group: ExpertGroup) -> bool:
-    """Whether the ranks of this group are CPU processes of one node that can share memory.
-
-    This is a collective. If sharing memory fails, the log gives the reason.
-
-    Raises:
-        CollectiveError: a rank has ended or did not come within the timeout.
-    """
-    if group.size == 1:
-        return False
-    try:
-        if _between_gpus(group):
-            raise ValueError(f"{_ONLY_STATIC}, which no tuner tries")
-        if group.ranks_per_node() < group.size:
-            return False
-        _collectives_of(group, group.size)
-    except CollectiveError:
-        raise
-    except (ValueError, RuntimeError) as error:
-        _log.info("no all-to-all through shared memory is tried: %s", error)
-        return False
-    return True
 
 
 def _between_gpus(group: ExpertGroup) -> bool:
