@@ -24,14 +24,11 @@ TINY_SHAPES = "--device cpu --shapes 64x16x4 48x16x4x2 --dtypes bfloat16 --round
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a campaign.
-
-    `weight`: minutes in a campaign of 25 minutes. It determines the section's share of the
-    remaining time.
-    """
+    """A section of a campaign."""
 
     name: str
-    weight: float
+    weight: float  # minutes in a campaign of 25 minutes: its share of the time that is left
+    script: str  # of benchmarks/, with the options of both runs
     full: str  # arguments on a GPU
     tiny: str  # arguments of a dry run on a CPU
 
@@ -45,28 +42,32 @@ class Section:
             options = ["-m", "gpu", "-v", "-rfE", "--tb=short", f"--timeout={TEST_SECONDS}"]
             options += ["-p", "no:cacheprovider", f"--junitxml={junit}"]
             return [sys.executable, "-m", "pytest", *options, *gpu_test_files()]
-        script = f"benchmarks/{self.name}.py"
-        return [sys.executable, script, *arguments.split(), "--output", str(tables)]
+        words = f"benchmarks/{self.script} {arguments}".split()
+        return [sys.executable, *words, "--output", str(tables)]
 
 
 SECTIONS = (
-    Section("tests", 6, "", ""),
-    Section("layer", 4,
-            f"--device cuda --dtypes bfloat16 --peak --no-peers --shapes {LAYER_SHAPES}",
-            f"{TINY_SHAPES} --peak --no-peers"),
-    Section("tiles", 2, f"--device cuda --rounds 7 --shapes {TILE_SHAPES}",
-            "--device cpu --dtype float16 --shapes 70x16x4x2 --rounds 1"),
-    Section("attention", 1, "--device cuda",
-            "--device cpu --shapes 4x16x1x16 --rounds 1"),
-    Section("pieces", 2, f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
-    Section("memory", 1, "--device cuda --dropout 0.1 --measure 4096 8192 16384 32768",
-            "--device cpu --dropout 0.1 --size 32 --measure 4096"),
-    Section("routers", 1, "--device cuda --dtypes bfloat16",
-            "--device cpu --shapes 2x16x16x4 --rounds 1"),
-    Section("model", 6, "--device cuda --dtypes bfloat16", TINY_NETWORK),
-    Section("shares", 3, "--device cuda --batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
-    Section("trunk", 2, "--device cuda --dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),
-    Section("graph", 1, "--device cuda --dtypes bfloat16 --batch-sizes 1 8", TINY_NETWORK),
+    Section("tests", 6, "", "", ""),
+    Section("layer", 4, "layer.py --peak --no-peers",
+            f"--device cuda --dtypes bfloat16 --shapes {LAYER_SHAPES}", TINY_SHAPES),
+    Section("tiles", 2, "tuning.py experts",
+            f"--device cuda --rounds 7 --shapes {TILE_SHAPES}",
+            "--device cpu --shapes 70x16x4x2 --rounds 1"),
+    Section("attention", 1, "tuning.py attention",
+            "--device cuda", "--device cpu --shapes 4x16x1x16 --rounds 1"),
+    Section("pieces", 2, "pieces.py",
+            f"--device cuda --dtypes bfloat16 --shapes {PIECES_SHAPES}", TINY_SHAPES),
+    Section("memory", 1, "memory.py --dropout 0.1",
+            "--device cuda --measure 4096 8192 16384 32768",
+            "--device cpu --size 32 --measure 4096"),
+    Section("routers", 1, "routers.py",
+            "--device cuda --dtypes bfloat16", "--device cpu --shapes 2x16x16x4 --rounds 1"),
+    Section("model", 6, "model.py", "--device cuda --dtypes bfloat16", TINY_NETWORK),
+    Section("shares", 3, "shares.py",
+            "--device cuda --batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
+    Section("trunk", 2, "model.py --timm",
+            "--device cuda --dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),
+    Section("graph", 1, "model.py --graph", "--device cuda --dtypes bfloat16", TINY_NETWORK),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
-from model import BATCHES, CONFIGS, make_parser
+from model import make_parser, plans
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
 from torch.autograd.profiler_util import FunctionEvent
@@ -31,8 +31,6 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.rounds import synchronize
 from swinv2_moe.measure.throughput import prepare, prepared_for_inference
-from swinv2_moe.measure.throughput_options import Options
-from swinv2_moe.measure.throughput_plan import combinations
 from swinv2_moe.measure.throughput_report import headline
 from swinv2_moe.train.distributed import World, open_world
 
@@ -188,18 +186,13 @@ def main() -> None:
     notes = ["a kernel that computes products and activation in one is under its products"]
     notes.append(CALLS_NOTE)
     table = Table("Where a pass's time goes", command, columns, lines, notes, data)
-    for mode in args.modes:
-        batches = args.batch_sizes or BATCHES[args.device][mode]
-        options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
-        plan = combinations(
-            args.cfg or CONFIGS[args.device], [*args.opts, "DEVICE", args.device], options
-        )
+    for plan in plans(args):
         title = headline(plan, 1)
         if title not in notes:
             notes.insert(0, title)
         for combination, *configs in plan:
             with open_world(args.device, configs[0].TIMEOUT) as world:
-                measured = measure(mode, configs, args.rounds, args.passes, world)
+                measured = measure(combination.mode, configs, args.rounds, args.passes, world)
             lines += [[str(combination), *row] for row in rows(measured)]
             data.append(combination._asdict() | measured)
             keep(table, args.device, args.output)

@@ -27,20 +27,23 @@ SMALLER = (
 )
 ARGUMENTS = {
     "layer": "--shapes 48x32x4x2x24 --rounds 2",
-    "attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
+    "tuning experts": "--device cpu --shapes 70x16x4x2 --rounds 1",
+    "tuning attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
     "pieces": "--shapes 64x16x4x2 --rounds 2",
     "routers": "--shapes 2x16x16x4 --rounds 2",
     "memory": "--size 32 --measure 4096",
     "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1 --algorithms linear 2dh channels",
     "model": f"{NETWORK} {SMALLER}",
     "shares": f"{NETWORK} --passes 1 {SMALLER}",
-    "trunk": f"{NETWORK} {SMALLER}",
-    "graph": f"{NETWORK} {SMALLER}",
+    "model --timm": f"{NETWORK} {SMALLER}",
+    "model --graph": f"{NETWORK} {SMALLER}",
 }
 
 
 def run(script: str, output: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, f"benchmarks/{script}.py", *ARGUMENTS[script].split(), *more]
+    name, *words = script.split()
+    words += ARGUMENTS[script].split()
+    command = [sys.executable, f"benchmarks/{name}.py", *words, *more]
     command += ["--output", str(output)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
