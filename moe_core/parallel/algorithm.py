@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.groups import ExpertGroup, RankSubset
 from moe_core.parallel.machine import ExchangeCost
-from moe_core.parallel.rank_subset import RankSubset
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from moe_core.context import expert_dtype, first_derivative_only
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import ExpertWeights, Int8Weights
 from moe_core.parallel.comm_stream import Wait
-from moe_core.parallel.groups import ExpertGroup
-from moe_core.parallel.rank_subset import RankSubset
+from moe_core.parallel.groups import ExpertGroup, RankSubset
 
 
 def gather_weights(

@@ -10,8 +10,7 @@ from torch import Tensor
 from moe_core.context import first_derivative_only
 from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
 from moe_core.parallel.comm_stream import Wait, Work
-from moe_core.parallel.groups import ExpertGroup
-from moe_core.parallel.rank_subset import RankSubset
+from moe_core.parallel.groups import ExpertGroup, RankSubset
 from moe_core.registry import ALL_TO_ALLS
 
 

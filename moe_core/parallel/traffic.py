@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe_core.parallel.groups import ExpertGroup
-    from moe_core.parallel.rank_subset import RankSubset
+    from moe_core.parallel.groups import ExpertGroup, RankSubset
 
 
 @dataclass

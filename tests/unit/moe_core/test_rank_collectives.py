@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, count_traffic
-from moe_core.parallel.make_groups import _ranks_name
+from moe_core.parallel.groups import _ranks_name
 
 ALONE = Ranks(None, "rank 0 of 1", "within TIMEOUT")
 
