@@ -42,7 +42,7 @@ def loss_and_gradients(
     """aux_loss and the gradients of `share * task + aux_loss`; the noise is given: the same
     everywhere."""
     x = x.clone().requires_grad_()
-    with patch("torch.randn_like", lambda logits, dtype: noise.to(dtype)):
+    with patch("torch.randn", lambda shape, dtype, device: noise.to(dtype)):
         y, aux_loss = layer(x)
     ((y * weight).sum() * share + aux_loss).backward()
     return aux_loss.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}
