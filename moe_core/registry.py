@@ -103,7 +103,7 @@ GATED_ACTIVATIONS = Registry(
 ALL_TO_ALLS = Registry(
     "all_to_all",
     {
-        "linear": "moe_core.parallel.linear",
+        "linear": "moe_core.parallel.algorithm",
         "2dh": "moe_core.parallel.hierarchical",
         "channels": "moe_core.comm.all_to_all",
     },

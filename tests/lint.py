@@ -86,7 +86,6 @@ RANKS = [
     "moe_core.parallel.comm_stream",
     "moe_core.parallel.groups",
     "moe_core.parallel.algorithm",
-    "moe_core.parallel.linear",
     "moe_core.parallel.hierarchical",
     "moe_core.parallel.row_exchange",
 ]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_core.comm.collectives import Collectives
 from moe_core.comm.cuda_collectives import CudaAllToAll
+from moe_core.parallel.algorithm import Linear
 from moe_core.parallel.groups import ExpertGroup, RankSubset
-from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic
 from moe_core.ranks import CollectiveError
 from moe_core.registry import register_all_to_all

@@ -1,12 +1,11 @@
 """Expert parallelism over explicit process groups: strategies, all-to-all, pipelining, costs."""
 
-from moe_core.parallel.algorithm import AllToAll, RowCounts
-from moe_core.parallel.all_to_all import all_to_all, flexible_all_to_all
+from moe_core.parallel.algorithm import AllToAll, Linear, RowCounts
 from moe_core.parallel.calibration import calibrate
 from moe_core.parallel.groups import ExpertGroup, make_expert_groups
 from moe_core.parallel.hierarchical import Hierarchical
-from moe_core.parallel.linear import Linear
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
+from moe_core.parallel.row_exchange import all_to_all
 from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, valid_r
 from moe_core.parallel.traffic import Traffic, count_traffic, record_exchanges, replay
 from moe_core.parallel.tuner import Tuner, TunerEvent
@@ -33,7 +32,6 @@ __all__ = [
     "all_to_all",
     "calibrate",
     "count_traffic",
-    "flexible_all_to_all",
     "make_expert_groups",
     "record_exchanges",
     "replay",

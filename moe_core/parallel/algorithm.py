@@ -1,4 +1,4 @@
-"""The interface of an all-to-all algorithm."""
+"""The interface of an all-to-all algorithm, and the linear one."""
 
 # W ranks, M model dim, n columns of a table of counts
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_core.parallel.groups import ExpertGroup, RankSubset
-from moe_core.parallel.machine import ExchangeCost
+from moe_core.parallel.machine import ExchangeCost, LinkTraffic
+from moe_core.registry import register_all_to_all
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,18 @@ class AllToAll(ABC):
             elements: the elements of the rows that one rank sends, including rows for itself.
             ranks_per_node: divides group_size.
         """
+
+
+@register_all_to_all("linear")
+class Linear(AllToAll):
+    """Every rank sends one message to every other rank."""
+
+    def send(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        return self.ranks.all_to_all(rows, counts.send, counts.receive)
+
+    @staticmethod
+    def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
+        to_each = elements / group_size
+        near = ranks_per_node - 1
+        far = group_size - ranks_per_node
+        return ExchangeCost((LinkTraffic(to_each * near, to_each * far, near, far),))

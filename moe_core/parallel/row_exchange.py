@@ -1,4 +1,4 @@
-"""Asynchronous, differentiable exchange of rows between ranks."""
+"""All-to-all of rows: differentiable, and asynchronous. Every algorithm gives the same result."""
 
 # W ranks, M model dim, n columns of a table of counts
 
@@ -162,3 +162,47 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.pending.start(grad, gradient=True)
         return grad.new_empty(0), None
+
+
+def all_to_all(
+    rows: Tensor,
+    group: ExpertGroup,
+    send: Sequence[int] | None = None,
+    algorithm: str = "linear",
+    ranks_per_node: int | None = None,
+) -> Tensor:
+    """rows [N, ...] by destination rank -> rows by source rank; differentiable.
+
+    Args:
+        send: the number of rows for each rank; None: equally many for each.
+        algorithm: a registered name (moe_core.register_all_to_all).
+
+    Raises:
+        ValueError: the rows do not divide over the ranks, or their number is not the sum of `send`;
+            ranks_per_node does not divide the group; the algorithm is not registered.
+    """
+    exchange = RowExchange(group, algorithm, ranks_per_node)
+    if send is None and len(rows) % group.size:
+        raise ValueError(
+            f"the number of rows ({len(rows)}) must be divisible by the group's size ({group.size})"
+        )
+    if send is not None and (len(send) != group.size or sum(send) != len(rows) or min(send) < 0):
+        raise ValueError(
+            f"send ({list(send)}) must be {group.size} counts that add up to the {len(rows)} rows"
+        )
+    if group.size == 1:
+        return rows
+    if send is None:
+        counts = exchange.algorithm.equal_counts(len(rows) // group.size)
+    else:
+        counts = _exchange_counts(exchange, send, rows.device)
+    pending = PendingExchange(exchange, counts)
+    return pending.arrive(pending.depart(rows))
+
+
+def _exchange_counts(exchange: RowExchange, send: Sequence[int], device: torch.device) -> RowCounts:
+    column = torch.tensor(send, device=device).unsqueeze(1)  # [W, 1]
+    received, relayed = exchange.exchange_counts(column)
+    if relayed is not None:
+        relayed = relayed[..., 0].cpu()
+    return RowCounts(torch.tensor(send, device="cpu"), received[:, 0].cpu(), relayed)

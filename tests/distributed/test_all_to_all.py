@@ -22,7 +22,6 @@ from moe_core.parallel import (
     ParallelStrategy,
     all_to_all,
     count_traffic,
-    flexible_all_to_all,
     make_expert_groups,
     valid_r,
 )
@@ -89,26 +88,6 @@ def check_group(group: ExpertGroup) -> None:
             check(group, split_tables(size)[1], way, shape, dtype)
 
 
-def check_flexible(group: ExpertGroup, way: tuple) -> None:
-    here, size, capacity, dim = group.rank, group.size, 3, 2
-    for local, rows in ((1, capacity), (3, capacity), (2, 0)):
-        x = torch.cat(
-            [block(here, e, rows, (dim,), torch.float64)[None] for e in range(local * size)]
-        )
-        x.requires_grad_()
-        y = flexible_all_to_all(x, group, False, *way)
-        mine = range(here * local, (here + 1) * local)
-        expected = [
-            torch.cat([block(s, e, rows, (dim,), torch.float64) for s in range(size)]) for e in mine
-        ]
-        assert y.shape == (local, size * rows, dim)  # (E_local, C_global, M)
-        assert torch.equal(y, torch.stack(expected))
-        back = flexible_all_to_all(y, group, True, *way)
-        assert torch.equal(back, x)
-        back.backward(x.detach() + 1)
-        assert torch.equal(x.grad, x.detach() + 1)
-
-
 def subgroups(world_size: int) -> list[list[int]]:
     """Partitions and parts of the world that are neither consecutive nor of equal steps."""
     strided = [list(range(i, world_size, 2)) for i in (0, 1)]
@@ -122,14 +101,11 @@ def equals_enumeration(rank: int, world_size: int, random_tables: list) -> None:
     for i, table in enumerate(random_tables):
         for way in ways(world_size)[i % 2 :: 2]:
             check(world, table, way, shape=(1 + i % 2,))
-    for way in ways(world_size):
-        check_flexible(world, way)
     for ranks in subgroups(world_size):
         process_group = dist.new_group(ranks)
         if rank in ranks:
             group = ExpertGroup(process_group)
             check_group(group)
-            check_flexible(group, ways(group.size)[-1])
 
 
 def examples_of(strategy: st.SearchStrategy, number: int) -> list:
@@ -180,9 +156,8 @@ def reads_torchruns_variables(rank: int) -> None:
             ValueError, match=r"ranks_per_node .*LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"
         ):
             with_local_world_size(local, world)
-    for call in (all_to_all, flexible_all_to_all):
-        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
-            call(torch.ones(4, 4, 1), world, algorithm="2dh")
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE of .* is \[0, 0, 0, 0\]"):
+        all_to_all(torch.ones(4, 4, 1), world, algorithm="2dh")
     with pytest.raises(ValueError, match=r"nodes \[0, 0, 0, 1\] \(LOCAL_WORLD_SIZE 3\)"):
         with_local_world_size("3", ExpertGroup(dist.group.WORLD))
     for ranks, local, per_node in (
@@ -209,9 +184,6 @@ def refuses_what_does_not_divide(world: ExpertGroup) -> None:
     for send in ([1, 2, 3], [1, 1, 1, 1], [7, 0, 0, -1]):
         with pytest.raises(ValueError, match=rf"send \({re.escape(str(send))}\).* 6 rows"):
             all_to_all(torch.ones(6, 1), world, send)
-    for back, what in ((False, "experts"), (True, "rows")):
-        with pytest.raises(ValueError, match=rf"{what} \(6\) .*size \(4\)"):
-            flexible_all_to_all(torch.ones(6, 6, 1), world, back)
     for group in (world, ExpertGroup()):
         with pytest.raises(ValueError, match=r"all_to_all \('3dh'\)"):
             all_to_all(torch.ones(4, 1), group, algorithm="3dh")

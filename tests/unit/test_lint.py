@@ -73,7 +73,7 @@ def test_finds_long_functions():
         ("moe_core.ops.combine.op", "moe_core.router"),
         ("moe_core.parallel.groups", "moe_core.parallel.exchange.Exchanged"),
         ("moe_core.parallel.groups", "moe_core.parallel.tuner.Tuner"),
-        ("moe_core.parallel.linear", "moe_core.parallel.cost_model.volume"),
+        ("moe_core.parallel.algorithm", "moe_core.parallel.cost_model.volume"),
         ("moe_core.parallel.cost_model", "moe_core.parallel.tuner.Tuner"),
         ("moe_core.layer", "moe_core.training"),
         ("moe_core.layer", "swinv2_moe.config"),
