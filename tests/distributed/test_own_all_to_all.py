@@ -227,7 +227,7 @@ def test_a_name_is_registered_once(ring_file):
     import_file(ring_file)
     with pytest.raises(ValueError, match=r"^all_to_all 'ring' is registered already: ring\.Ring$"):
         register_all_to_all("ring")
-    message = r"^all_to_all 'linear' is registered already: moe_core\.parallel\.linear\.Linear$"
+    message = r"^all_to_all 'linear' is registered already: moe_core\.parallel\.algorithm\.Linear$"
     with pytest.raises(ValueError, match=message):
         register_all_to_all("linear")(Linear)
 
