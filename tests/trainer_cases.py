@@ -12,7 +12,7 @@ from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.loop import Trainer, mean_over_ranks
-from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.step import TrainingStep
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
@@ -69,7 +69,7 @@ def _model(config: AllSections, world: World, num_classes: int) -> MoEModel:
 
 def save(trainer: Trainer, root: Path, **how) -> Path:
     """The trainer's state as a checkpoint in `root`; every rank calls this."""
-    saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
+    saver = Saver(root, trainer.world, trainer.config.checkpoint)
     trainer.save(saver, **how)
     saver.close()
     return root / f"step-{trainer.progress.step:08d}"

@@ -135,7 +135,7 @@ def main() -> None:
     check_run(args.resume)
     check_data(args.data)
     from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
-    from swinv2_moe.train.selection import select_checkpoint
+    from swinv2_moe.train.checkpoint import select_checkpoint
 
     routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
     resume, selected = select_checkpoint(args.resume, args.checkpoint)

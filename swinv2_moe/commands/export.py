@@ -120,7 +120,7 @@ def main() -> None:
     check_data(args.data)
     from swinv2_moe.export import Choices, export_model
     from swinv2_moe.measure.rounds import interleaved
-    from swinv2_moe.train.selection import select_checkpoint
+    from swinv2_moe.train.checkpoint import select_checkpoint
 
     choices = Choices(
         tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images

@@ -77,7 +77,7 @@ def main() -> None:
     check_run(args.resume)
     check_data(args.data)
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
-    from swinv2_moe.train.selection import select_checkpoint
+    from swinv2_moe.train.checkpoint import select_checkpoint
 
     protocol = Protocol(tuple(args.shots), args.draws, args.classifier, args.knn)
     resume, selected = select_checkpoint(args.resume, args.checkpoint)

@@ -120,7 +120,7 @@ def write_report(
         config_from_text(run.config.dump(), str(run.directory), args.opts)
     from swinv2_moe.measure.report import render
     from swinv2_moe.measure.report_validation import validate
-    from swinv2_moe.train.selection import select_checkpoint
+    from swinv2_moe.train.checkpoint import select_checkpoint
 
     used = []
     for run in runs:

@@ -32,7 +32,7 @@ from swinv2_moe.model_types import model_section, model_types
 from swinv2_moe.models import build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
-from swinv2_moe.train import trained_with
+from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import (
     count_classes,
     find_checkpoint,
@@ -81,8 +81,8 @@ def import_weights(
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
         stages = len(model_section(config).get("DEPTHS", [0]) or [])
-        trained = trained_with.of_weights(str(source), stages)
-        config, notes = trained_with.take_over(config, trained, str(source))
+        trained = initial.settings_of_weights(str(source), stages)
+        config, notes = initial.take_over(config, trained, str(source))
         section = model_config(config)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ from swinv2_moe.model_types import model_types
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 from swinv2_moe.models.weights import rank_experts
-from swinv2_moe.train.trained_with import TrainedWith
+from swinv2_moe.train.initial import TrainedWith
 
 # Arguments of the trunk that the backbone sets, and the collector of others.
 _SET_HERE = {

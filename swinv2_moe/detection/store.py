@@ -8,12 +8,13 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from moe_core import moe_layers, strategy_decisions
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.detection.runner import sharded_experts
 from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import optimizer_sections
-from swinv2_moe.train.saver import SavePolicy, Saver
+from swinv2_moe.train.saver import Saver
 
 _RECORD = record({"score": NUMBER})
 _MAX_RECORD = 1 << 20  # bytes
@@ -56,8 +57,8 @@ class ExpertStoreHook(Hook):
         if world.is_main or world.size > 1:
             root = Path(runner.work_dir) / "checkpoints"
             root.mkdir(parents=True, exist_ok=True)
-            policy = SavePolicy(keep_last=self.keep_last)
-            self.saver = Saver(root, world, policy, runner.source, runner.logger.info)
+            config = CheckpointConfig(keep_last=self.keep_last)
+            self.saver = Saver(root, world, config, runner.source, runner.logger.info)
             self.config = runner.cfg.pretty_text  # once: formatting it takes a second
 
     def after_train_iter(

@@ -13,7 +13,7 @@ from swinv2_moe.models.positions import set_windows
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import rank_experts
 from swinv2_moe.train import checkpoint
-from swinv2_moe.train.trained_with import TrainedWith, of_weights
+from swinv2_moe.train.initial import TrainedWith, settings_of_weights
 
 _KEY = "backbone.pretrained"
 _DETECTOR_PREFIX = "backbone.trunk."  # of a trunk's names in a detector
@@ -33,7 +33,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     Raises:
         UserError: weights that cannot be read or are another model's; nothing is loaded.
     """
-    trained = of_weights(source, len(trunk.layers))
+    trained = settings_of_weights(source, len(trunk.layers))
     if not Path(source).is_dir():
         _load_file(trunk, Path(source), trained)
         return trained

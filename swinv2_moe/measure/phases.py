@@ -46,11 +46,12 @@ from moe_core import (
     moe_layers,
 )
 from moe_core.parallel import record_exchanges, replay
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.data import Batch, Data
 from swinv2_moe.measure.work import Task, Work, counted, operator_name
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.train.meta import describe
-from swinv2_moe.train.saver import Cost, SavePolicy, Saver
+from swinv2_moe.train.saver import Cost, Saver
 from swinv2_moe.train.step import TrainingStep
 
 _MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
@@ -357,7 +358,7 @@ def optimiser(step: TrainingStep, batch: Batch) -> Task:
 
 @contextmanager
 def checkpoint(
-    step: TrainingStep, policy: SavePolicy, directory: Path
+    step: TrainingStep, policy: CheckpointConfig, directory: Path
 ) -> Iterator[tuple[Task, list[Cost]]]:
     """Save checkpoints into `directory`, without a configuration and a run's state.
 

@@ -44,7 +44,6 @@ from swinv2_moe.models import build_model
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.progress import steps_per_epoch
-from swinv2_moe.train.saver import save_policy
 from swinv2_moe.train.step import TrainingStep
 
 PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "checkpoint")
@@ -184,7 +183,7 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
                 if name != "written":
                     runs[f"peak {name}"] = probe.run
             times = interleaved(runs, rounds, warmup, world)
-            policy = save_policy(sections.checkpoint)
+            policy = sections.checkpoint
             with phases.checkpoint(step, policy, directory / "checkpoints") as (task, costs):
                 tasks["checkpoint"] = task
                 runs = {"checkpoint": task.run, "peak written": probes["written"].run}

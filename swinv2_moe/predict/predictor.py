@@ -17,8 +17,8 @@ from swinv2_moe.data import build_transform
 from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
+from swinv2_moe.train.checkpoint import select_checkpoint
 from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.selection import select_checkpoint
 
 Picture = str | os.PathLike | Image.Image
 _MAX_READERS = 8  # threads that read pictures

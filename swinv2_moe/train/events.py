@@ -9,15 +9,11 @@ rules of that benchmark and were not reviewed.
 """
 
 import logging
-import math
 import re
 from pathlib import Path
-from typing import NamedTuple
 
-from swinv2_moe.errors import UserError, short
-from swinv2_moe.files import read_json
+from swinv2_moe.errors import UserError
 
-_MAX_STAGING_BYTES = 4096  # of staging.json
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -78,45 +74,3 @@ class EventLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-class Staging(NamedTuple):
-    """The content of staging.json: when the data were copied to this disk, and how."""
-
-    started: float  # seconds since 1970
-    seconds: float
-    bytes: int
-    overlapped: bool = False  # training read the data meanwhile
-
-    @property
-    def rate(self) -> float | None:
-        """Bytes/s; None if the duration was measured as zero."""
-        if self.seconds:
-            return self.bytes / self.seconds
-        return None
-
-
-def read_staging(data_path: str) -> Staging | None:
-    """The record of staging in the data's directory; None if there is none.
-
-    Raises:
-        UserError: the record cannot be read.
-    """
-    if not data_path:
-        return None
-    path = Path(data_path).expanduser() / "staging.json"
-    try:
-        content = read_json(path, _MAX_STAGING_BYTES)
-        overlapped = content.get("overlapped", False) is True
-        staging = Staging(
-            float(content["started"]), float(content["seconds"]), int(content["bytes"]), overlapped
-        )
-        if not all(math.isfinite(number) and number >= 0 for number in staging):
-            raise ValueError(short(content))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise UserError(
-            f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})"
-        ) from error
-    return staging

@@ -16,6 +16,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
+from swinv2_moe.train.initial import read_upcycled
 from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.progress import Progress, steps_per_epoch
@@ -26,7 +27,6 @@ from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
 from swinv2_moe.train.timing import Batches, PhaseTimes, Throughput, TimeToTarget
-from swinv2_moe.train.upcycling import read_upcycled
 
 
 class Trainer:

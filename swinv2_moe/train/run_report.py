@@ -1,5 +1,7 @@
 """The report of a run: its first lines, warnings, its last lines and summary.json."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,12 @@ from moe_core import moe_layers
 from swinv2_moe.config import DataConfig, TrainConfig
 from swinv2_moe.data import Data
 from swinv2_moe.models import Complexity
+from swinv2_moe.train import optim
+from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.events import Staging
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.timing import accounted_share
 
 # Range of a schedule's highest learning rate. Published recipes are well within it. There is no
@@ -200,3 +204,55 @@ def _device_name(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return "cpu"
+
+
+@contextmanager
+def run_events(
+    recorder: Recorder, trainer: Trainer, began: float, staging: Staging | None
+) -> Iterator[None]:
+    """Write the events of this part of a run to the event log.
+
+    Before the block: the starting point of the run, since `began` (in seconds since 1970). Around
+    the block: the training. It ends with success when it reaches the target or, without a target,
+    when the run has ended.
+    """
+    if trainer.progress.finished:  # finished before this part
+        yield
+        return
+    config = trainer.config.train
+    if staging is not None:
+        _staging_events(recorder, staging)
+    recorder.event("cache_clear", False, at=began)  # no command here empties the system's caches
+    recorder.event("init_start", at=began)
+    recorder.event("seed", config.seed)
+    recorder.event("global_batch_size", trainer.progress.global_batch)
+    recorder.event("train_samples", trainer.data.train_size)
+    recorder.event("eval_samples", trainer.data.val_size)
+    rate = optim.scaled_learning_rate(config, config.base_lr, trainer.world.size)
+    recorder.event("opt_base_learning_rate", rate)
+    recorder.event("init_stop")
+    recorder.event("run_start")
+    try:
+        yield
+    finally:
+        meanwhile = read_staging(trainer.config.data.stage)
+        if meanwhile is not None and meanwhile.started >= began:
+            _staging_events(recorder, meanwhile)
+        progress = trainer.progress
+        succeeded = progress.finished
+        if progress.to_target.target:
+            succeeded = progress.to_target.reached is not None
+        status = "aborted"
+        if succeeded:
+            status = "success"
+        recorder.event("run_stop", status=status)
+        reached = progress.to_target.reached
+        if progress.finished and reached is not None and reached.phases:
+            phases = with_staging(reached.phases, staging)
+            stats = {"time_to_solution": sum(phases.values()), "phases": phases}
+            recorder.event("tracked_stats", stats)
+
+
+def _staging_events(recorder: Recorder, staging: Staging) -> None:
+    recorder.event("staging_start", at=staging.started)
+    recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)

@@ -1,7 +1,7 @@
 """Writing checkpoints while training continues.
 
 1. Rank 0 chooses the directory and the experts that are written; the ranks agree on both.
-2. Each rank copies the tensors that it writes. Tensors that exceed `SavePolicy.staging_mb` are
+2. Each rank copies the tensors that it writes. Tensors that exceed CHECKPOINT.STAGING_MB are
    written at once. Training continues.
 3. A thread of each rank writes the copies, waits until they are on the disk, and gathers the
    records or the error of every rank.
@@ -14,52 +14,34 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_core import expert_parameters, moe_layers
-from moe_core.checkpoint import expert_file, tensors_by_file
-from moe_core.files import fsync
+from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
+from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory, replace_link
-from swinv2_moe.train.checkpoint import (
-    Checkpoint,
-    checkpoints_below,
-    free_name,
-    order_of,
-)
+from swinv2_moe.train.checkpoint import Checkpoint, checkpoints_below, free_name, order_of
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import write_meta
 from swinv2_moe.train.parallelize import gather_shards
-from swinv2_moe.train.save_job import SaveJob, StagingBuffers
 
 # section -> tensors by parameter name; sections are "" (the model), "ema", "optimizer/exp_avg", ...
 Sections = dict[str, dict[str, Tensor]]
+_Kind = tuple[torch.Size, torch.dtype]
 
 
-@dataclass(frozen=True)
-class SavePolicy:
-    """The CHECKPOINT section of a configuration: which checkpoints are kept, and what a partial
-    save leaves out."""
-
-    keep_last: int = 2  # newest checkpoints that are kept, besides `best`
-    experts: int = 0  # experts of each layer that a partial save writes; 0: all
-    staging_mb: int = 4096  # MiB of copies; larger states are written while training waits
-
-
-def save_policy(config: CheckpointConfig) -> SavePolicy:
-    """The policy of a configuration."""
-    return SavePolicy(config.keep_last, config.experts, config.staging_mb)
-
-
-class Plan(NamedTuple):
+class SavePlan(NamedTuple):
     """The ranks' agreement on a save."""
 
     temporary: Path
@@ -78,13 +60,127 @@ class Cost(NamedTuple):
     bytes: int  # written
 
 
+class StagingBuffers:
+    """Memory for copies of tensors, at most `limit` bytes.
+
+    Buffers are kept from save to save: allocating new pages takes longer than copying.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.allocated = 0  # bytes
+        self.free: dict[_Kind, list[Tensor]] = defaultdict(list)
+        self.on_gpu = False
+
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Copies on the CPU, valid after `synchronize`; None if they do not fit."""
+        if self.allocated + self._missing_bytes(tensors) > self.limit:
+            return None
+        copies = {}
+        for name, tensor in tensors.items():
+            buffer = self._take(tensor)
+            copies[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+            self.on_gpu |= tensor.is_cuda
+        return copies
+
+    def synchronize(self) -> None:
+        """Wait for copies from a GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def give_back(self, copies: dict[str, Tensor]) -> None:
+        """Return the buffers of `copies`, which are no longer needed."""
+        for tensor in copies.values():
+            self.free[_kind(tensor)].append(tensor)
+
+    def _missing_bytes(self, tensors: dict[str, Tensor]) -> int:
+        """Bytes of the buffers that copies of the tensors need beyond the free ones."""
+        missing = 0
+        for kind, count in Counter(map(_kind, tensors.values())).items():
+            shape, dtype = kind
+            num_new = max(0, count - len(self.free[kind]))
+            missing += num_new * shape.numel() * dtype.itemsize
+        return missing
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        """A free buffer for a copy of the tensor, or a new one."""
+        free = self.free[_kind(tensor)]
+        if free:
+            return free.pop()
+        self.allocated += tensor.nbytes
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class SaveJob:
+    """The files of one checkpoint that this rank writes below `directory`."""
+
+    def __init__(self, directory: Path, staging: StagingBuffers) -> None:
+        self.directory = directory
+        self.staging = staging
+        self.staged: dict[str, dict[str, Tensor]] = {}  # by file: copies to write
+        self.written: list[str] = []
+        self.bytes = 0
+        self.error: str | None = None
+
+    def add(self, file: str, tensors: dict[str, Tensor]) -> None:
+        """Copy the tensors, or write them at once if there is no memory for copies.
+
+        An error is kept for `finish`: the other ranks may wait for this one to add its next file.
+        """
+        if self.error is not None:
+            return
+        copies = self.staging.copy(tensors)
+        if copies is not None:
+            self.staged[file] = copies
+            return
+        try:
+            write_tensors(self.directory / file, tensors)
+            self.written.append(file)
+        except OSError as error:
+            self.error = str(error)
+
+    def finish(self) -> tuple[dict[str, dict], str | None]:
+        """Write the copies and wait until every file is on the disk.
+
+        Returns:
+            The size and checksum of each file, and the error, if any.
+        """
+        records = {}
+        try:
+            if self.error is None:
+                records = self._finish_files()
+        except OSError as error:
+            self.error = str(error)
+        finally:
+            for copies in self.staged.values():
+                self.staging.give_back(copies)
+        self.bytes = sum(record["bytes"] for record in records.values())
+        return records, self.error
+
+    def _finish_files(self) -> dict[str, dict]:
+        files = list(self.staged) + self.written
+        # Two threads: one waits for the disk while the other computes a checksum.
+        with ThreadPoolExecutor(2, "checkpoint") as pool:
+            records = pool.map(self._finish_file, files)
+            return dict(zip(files, records, strict=True))
+
+    def _finish_file(self, file: str) -> dict:
+        if file in self.staged:
+            write_tensors(self.directory / file, self.staged[file])
+        return fsync_and_hash(self.directory / file)
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.shape, tensor.dtype
+
+
 class Saver:
     """Writes the checkpoints of a run into `root`, one at a time.
 
     A save that fails is reported, and the run continues.
 
     Args:
-        policy: which checkpoints are kept, and what a partial save leaves out.
+        config: which checkpoints are kept, and what a partial save leaves out.
         source: the checkpoint that the run resumes from, if any. Newer ones in `root` are renamed
             to set-aside-*.
         say: prints a line for the user; called from any thread.
@@ -95,17 +191,17 @@ class Saver:
         self,
         root: Path,
         world: World,
-        policy: SavePolicy,
+        config: CheckpointConfig,
         source: Checkpoint | None = None,
         say: Callable[[str], None] = print,
         report: Callable[[Cost], None] = lambda cost: None,
     ) -> None:
         self.root = root
         self.world = world
-        self.policy = policy
+        self.config = config
         self.say = say
         self.report = report
-        self.staging = StagingBuffers(policy.staging_mb * 2**20)
+        self.staging = StagingBuffers(config.staging_mb * 2**20)
         # The thread has a process group of its own: collectives of two threads in one group could
         # be matched in different orders on different ranks.
         self.group: dist.ProcessGroup | None = None
@@ -138,7 +234,7 @@ class Saver:
 
         Args:
             meta: what `swinv2_moe.train.meta.describe` returns.
-            partial: write only the `policy.experts` experts of each layer that have the oldest
+            partial: write only the `config.experts` experts of each layer that have the oldest
                 copies, and link the others to their copies in the previous checkpoint (arXiv
                 2408.04307, MoC-System).
 
@@ -160,7 +256,7 @@ class Saver:
             tensors = gather_shards(tensors, keep=writes_trunk)
             files = tensors_by_file(model, tensors, writes_trunk, plan.written_experts)
             for file, content in files:
-                job.add(_path_in(section, file), content)
+                job.add(os.path.join(section, file), content)
         self.staging.synchronize()
         stall = time.perf_counter() - started
         arguments = (job, plan, meta, is_best, started, stall)
@@ -211,7 +307,7 @@ class Saver:
 
     def _plan(
         self, model: nn.Module, sections: Collection[str], meta: dict, partial: bool
-    ) -> Plan | None:
+    ) -> SavePlan | None:
         """Make the plan, the same on every rank; None if nothing can be written in `root`."""
         plan = None
         if self.world.is_main:
@@ -219,20 +315,22 @@ class Saver:
             try:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                plan = Plan(temporary)
+                plan = SavePlan(temporary)
                 if partial:
                     plan = self._partial_plan(temporary, model, sections)
             except OSError as error:
                 self._failed(meta, str(error))
         return self.world.agree(plan)
 
-    def _partial_plan(self, temporary: Path, model: nn.Module, sections: Collection[str]) -> Plan:
-        """Plan to write the `policy.experts` experts of each layer that have the oldest copies.
+    def _partial_plan(
+        self, temporary: Path, model: nn.Module, sections: Collection[str]
+    ) -> SavePlan:
+        """Plan to write the `config.experts` experts of each layer that have the oldest copies.
 
         All experts are written if the previous checkpoint does not have the others.
         """
-        complete = Plan(temporary)
-        if not self.policy.experts or self.previous is None or not self.previous.directory.is_dir():
+        complete = SavePlan(temporary)
+        if not self.config.experts or self.previous is None or not self.previous.directory.is_dir():
             return complete
         meta = self.previous.meta
         layers = moe_layers(model)
@@ -250,12 +348,12 @@ class Saver:
             for expert, step in enumerate(steps):
                 turns.append((step, (expert - first) % num_experts, expert_file(name, expert)))
             files = [file for _, _, file in sorted(turns)]
-            written.update(files[: self.policy.experts])
-            others += files[self.policy.experts :]
-        linked = tuple(_path_in(section, file) for section in sections for file in others)
+            written.update(files[: self.config.experts])
+            others += files[self.config.experts :]
+        linked = tuple(os.path.join(section, file) for section in sections for file in others)
         if any(file not in meta["files"] for file in linked):
             return complete
-        return Plan(temporary, frozenset(written), linked)
+        return SavePlan(temporary, frozenset(written), linked)
 
     def _tidy(self, source: Checkpoint | None) -> None:
         """Remove the leftovers of a killed run, and set aside the checkpoints of steps that this
@@ -280,7 +378,7 @@ class Saver:
     # In the thread
 
     def _finish(
-        self, job: SaveJob, plan: Plan, meta: dict, is_best: bool, started: float, stall: float
+        self, job: SaveJob, plan: SavePlan, meta: dict, is_best: bool, started: float, stall: float
     ) -> None:
         try:
             files, error = self._gather_records(job.finish())
@@ -315,7 +413,7 @@ class Saver:
             return files, errors[0]
         return files, None
 
-    def _publish(self, plan: Plan, meta: dict, files: dict, is_best: bool) -> None:
+    def _publish(self, plan: SavePlan, meta: dict, files: dict, is_best: bool) -> None:
         """Complete the directory and give it its name."""
         for name, record in files.items():
             path = plan.temporary / name
@@ -334,7 +432,7 @@ class Saver:
                 f"{final.name} is saved, but what lies beside it could not be put in order: {error}"
             )
 
-    def _link_experts(self, plan: Plan, meta: dict, files: dict) -> dict[str, list[int]]:
+    def _link_experts(self, plan: SavePlan, meta: dict, files: dict) -> dict[str, list[int]]:
         """Link the experts that were not written to their copies in the previous checkpoint, and
         add their records to `files`.
 
@@ -360,7 +458,7 @@ class Saver:
         if is_best:
             replace_link(best, newest.name)
         used = {os.readlink(link) for link in (latest, best) if link.is_symlink()}
-        for old in checkpoints_below(self.root)[self.policy.keep_last :]:
+        for old in checkpoints_below(self.root)[self.config.keep_last :]:
             if old.name not in used:
                 # Renamed first: a directory that is partly removed must not look complete.
                 leftover = old.with_name(f".{old.name}.old.tmp")
@@ -384,12 +482,6 @@ class Saver:
 
 def _name(meta: dict) -> str:
     return f"step-{meta['step']:08d}"
-
-
-def _path_in(section: str, file: str) -> str:
-    if section:
-        return f"{section}/{file}"
-    return file
 
 
 def _link(source: Path, target: Path) -> None:

@@ -14,10 +14,11 @@ from trainer_cases import make_trainer
 
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.data import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import SavePolicy, Saver
+from swinv2_moe.train.saver import Saver
 
 STEPS, CLIP = 50, 0.4
 OPTIONS = (
@@ -137,7 +138,7 @@ def check_drift_is_not_saved(trainer: Trainer, name: str) -> None:
         with torch.no_grad():
             trainer.step.model.get_parameter(name).view(torch.int32)[0] ^= 1
     root = Path(tempfile.mkdtemp()) / "checkpoints"
-    saver = Saver(root, trainer.world, SavePolicy())
+    saver = Saver(root, trainer.world, CheckpointConfig())
     with pytest.raises(UserError, match=f"step 50 is not saved: {name} of rank 2 differs"):
         saver.save(trainer.step.model, trainer.step.state(), {"step": 50})
     assert not root.exists()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer_cases import make_trainer, resume, save, train_steps
 
 from swinv2_moe.train.checkpoint import open_checkpoint, read_meta
-from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.saver import Saver
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)
@@ -90,7 +90,7 @@ def test_every_number_of_ranks(experts, run_processes, tmp_path):
 def save_in_turns(rank: int, root: Path) -> None:
     """Two experts on four ranks: a save writes one expert of each layer, which two ranks join."""
     trainer = make_trainer(rank, 4, f"{options(2, 4)} CHECKPOINT.EXPERTS 1")
-    saver = Saver(root, trainer.world, save_policy(trainer.config.checkpoint))
+    saver = Saver(root, trainer.world, trainer.config.checkpoint)
     for _ in range(3):
         train_steps(trainer, 1)
         trainer.save(saver, partial=True)

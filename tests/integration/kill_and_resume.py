@@ -38,7 +38,7 @@ from moe_core.checkpoint import expert_file
 from swinv2_moe.command import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import save_job, saver, train
+from swinv2_moe.train import saver, train
 from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.step import StepResult
@@ -182,8 +182,8 @@ def slow_disk(seconds: float) -> None:
     """In this process every file of a checkpoint takes so much longer to write, to wait for and to
     remove, and so does what comes after the files. (The product has no hooks for tests.)"""
     for module, name in (
-        (save_job, "write_tensors"),
-        (save_job, "fsync_and_hash"),
+        (saver, "write_tensors"),
+        (saver, "fsync_and_hash"),
         (saver, "write_meta"),
         (saver, "publish_directory"),
         (saver, "replace_link"),

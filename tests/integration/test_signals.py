@@ -26,8 +26,7 @@ from kill_and_resume import (
 )
 
 from swinv2_moe.command import resume_command
-from swinv2_moe.train import evaluation, saver
-from swinv2_moe.train import run as run_module
+from swinv2_moe.train import arrival, evaluation, saver
 from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 
 STEPS = 8  # of the runs that are compared; six an epoch
@@ -129,8 +128,8 @@ def test_a_second_interrupt_ends_the_run_at_once(data, tmp_path):
 
 
 def hold_loading(gate: Gate) -> None:
-    build_data = run_module.build_data
-    run_module.build_data = lambda *args: (gate.wait_here(), build_data(*args))[1]
+    build_data = arrival.build_data
+    arrival.build_data = lambda *args: (gate.wait_here(), build_data(*args))[1]
 
 
 def test_an_interrupt_before_training(data, tmp_path):

@@ -14,7 +14,7 @@ from kill_and_resume import ROOT, Gate, Ranks, saves_under_way, steps, uninterru
 from swinv2_moe.train.checkpoint import find_checkpoint, read_meta
 
 KEYS, LAST = "CHECKPOINT.STEPS 2 CHECKPOINT.KEEP_LAST 2", 6
-SAVE_JOB, SAVER = "swinv2_moe.train.save_job", "swinv2_moe.train.saver"
+SAVE_JOB, SAVER = "swinv2_moe.train.saver", "swinv2_moe.train.saver"
 TIMEOUT = 10  # seconds
 
 

@@ -15,6 +15,7 @@ from trainer_cases import make_batch, make_step
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy, count_traffic
 from moe_core.parallel.cost_model import LayerShape, volume
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases, roofline, roofline_figure
 from swinv2_moe.measure.configurations import COUNTED_OPTIMIZERS, repeatable_step
@@ -24,7 +25,6 @@ from swinv2_moe.measure.roofline_figure import draw
 from swinv2_moe.measure.spread import Times
 from swinv2_moe.measure.work import MemoryTraffic, Work, counted
 from swinv2_moe.models import MoEMlp
-from swinv2_moe.train.saver import SavePolicy
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
@@ -187,14 +187,14 @@ def test_phases_leave_the_model_as_it_was(step, batch, watched):
 
 
 def test_a_checkpoint_is_what_lies_on_the_disk(step, tmp_path):
-    with phases.checkpoint(step, SavePolicy(), tmp_path / "checkpoints") as (task, costs):
+    with phases.checkpoint(step, CheckpointConfig(), tmp_path / "checkpoints") as (task, costs):
         task.run()
     assert len(costs) == 2
     (latest,) = {p.resolve() for p in (tmp_path / "checkpoints").glob("latest")}
     assert task.work.disk == sum(p.stat().st_size for p in latest.rglob("*.safetensors"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="the last checkpoint was not saved"):
-        phases.checkpoint(step, SavePolicy(), tmp_path / "file" / "checkpoints").__enter__()
+        phases.checkpoint(step, CheckpointConfig(), tmp_path / "file" / "checkpoints").__enter__()
 
 
 def exchange_on_two_ranks(rank: int) -> None:

@@ -8,14 +8,14 @@ import torch
 
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import Saver, save_policy
+from swinv2_moe.train.saver import Saver
 
 ALONE = World(0, 1, torch.device("cpu"))
 LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]  # of the small model
 
 
 def saver_of(trainer: Trainer, root: Path, source: object = None, **how) -> Saver:
-    return Saver(root, trainer.world, save_policy(trainer.config.checkpoint), source, **how)
+    return Saver(root, trainer.world, trainer.config.checkpoint, source, **how)
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:

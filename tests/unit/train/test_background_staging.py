@@ -19,7 +19,7 @@ from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
-from swinv2_moe.train.background_staging import in_order_of_use
+from swinv2_moe.train.arrival import in_order_of_use
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,9 +16,10 @@ from run_cases import ALONE, saver_of
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
+from swinv2_moe.train.arrival import read_staging
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.events import EventLog, read_staging
+from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.timing import PHASES, Batches, PhaseTimes, TimeToTarget, accounted_share

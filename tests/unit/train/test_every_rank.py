@@ -20,8 +20,8 @@ from swinv2_moe.command import run_command
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.faults import explain_fault
+from swinv2_moe.train.arrival import load_data
 from swinv2_moe.train.distributed import World, _compare_sizes
-from swinv2_moe.train.run import _load_data
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def test_other_data_on_another_rank(make_config, tmp_path):
     config = data_config(make_config(tmp_path))
     message = r"rank 1 finds 24 \+ 6 images there, rank 0 160 \+ 40; their number and"
     with pytest.raises(UserError, match=message):
-        _load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
+        load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
     others = [("160 + 40", "other names"), ["0", "zero"]]
     with pytest.raises(UserError, match="class 1 is '1' on rank 0, 'zero' on rank 1"):
-        _load_data(config, world(None, None, *others), None, ExitStack())
+        load_data(config, world(None, None, *others), None, ExitStack())
 
 
 def test_ranks_that_were_told_different_sizes_say_so():

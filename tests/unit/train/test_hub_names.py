@@ -17,7 +17,7 @@ from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import hub
 from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
-from swinv2_moe.train.run import _load_pretrained
+from swinv2_moe.train.initial import load_pretrained
 
 TINY = "swinv2_tiny_window8_256.ms_in1k"
 
@@ -108,7 +108,7 @@ def test_the_windows_of_timms_weights():
 def load(make_trainer, name, keys=None):
     trainer = make_trainer({"MODEL.PRETRAINED": name} | (keys or {}))
     model, names = trainer.step.model, trainer.data.class_names
-    _load_pretrained(trainer.config.model, model, trainer.world, 0, names)
+    load_pretrained(trainer.config.model, model, trainer.world, 0, names)
     return model
 
 
@@ -151,7 +151,7 @@ def on_a_rank(rank, cache, source, calls):
     hub.hf_hub_download = download
     trainer = make_rank_trainer(rank, 2, "MODEL.PRETRAINED hf-hub:me/moe MODEL.MOE.NUM_EXPERTS 4")
     model = trainer.step.model
-    _load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
+    load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
     weights = timm.create_model(f"local-dir:{source}", pretrained=True)
     for name, layer in moe_layers(model).items():
         full = weights.get_submodule(name).experts

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from swinv2_moe.config import default_config, given_keys
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.hub import description, local_file, timm_config
-from swinv2_moe.train import train, trained_with
+from swinv2_moe.train import initial, train
 from swinv2_moe.train.checkpoint import open_checkpoint
-from swinv2_moe.train.run import _load_pretrained
+from swinv2_moe.train.initial import load_pretrained
 
 HEAD = ("head.fc.weight", "head.fc.bias")
 
@@ -42,7 +42,7 @@ def load(make_trainer):
         trainer = make_trainer({"MODEL.PRETRAINED": str(source)} | (keys or {}))
         trainer.step.model.reset_classifier(len(classes))
         own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
-        found = _load_pretrained(
+        found = load_pretrained(
             trainer.config.model, trainer.step.model, trainer.world, 0, list(classes)
         )
         assert found == tuple(notes)
@@ -183,7 +183,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     frozen["MODEL.DROP_PATH_RATE"] = 0.0
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        _load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
+        load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
     before = copy_of(trainer.step.model)
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():
@@ -227,25 +227,25 @@ def test_a_description_of_timm():
     described = {"mean": (0.5, 0.4, 0.3), "std": [1, 1, 1], "interpolation": "bicubic"}
     expected = {"DATA.MEAN": [0.5, 0.4, 0.3], "DATA.STD": [1.0, 1.0, 1.0]}
     expected |= {"DATA.INTERPOLATION": "bicubic"}
-    assert trained_with.of_timm(described) == expected
+    assert initial.settings_of_timm(described) == expected
     cropped = {"TEST.CROP": True, "TEST.CROP_RATIO": 0.9}
-    assert trained_with.of_timm(described | {"crop_pct": 0.9}) == expected | cropped
-    assert trained_with.of_timm({"crop_mode": "squash"}) == {"TEST.CROP": False}
+    assert initial.settings_of_timm(described | {"crop_pct": 0.9}) == expected | cropped
+    assert initial.settings_of_timm({"crop_mode": "squash"}) == {"TEST.CROP": False}
     hostile = {"mean": "a", "std": [None], "interpolation": 3, "crop_mode": [], "crop_pct": "x"}
-    assert trained_with.of_timm(hostile) == {}
+    assert initial.settings_of_timm(hostile) == {}
     content = timm_config("timm:vit_tiny_patch16_224.augreg_in21k")
-    named = trained_with.of_timm(description(content))
+    named = initial.settings_of_timm(description(content))
     assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
 
 
 def test_one_of_several_state_dicts_is_named(tmp_path):
     state = {"a": torch.ones(1)}
     torch.save({"model": state, "model_ema": state, "epoch": 3}, tmp_path / "both.pth")
-    trained = trained_with.of_weights(str(tmp_path / "both.pth"), 1)
-    _, notes = trained_with.take_over(default_config(), trained, "both.pth")
+    trained = initial.settings_of_weights(str(tmp_path / "both.pth"), 1)
+    _, notes = initial.take_over(default_config(), trained, "both.pth")
     assert notes == ["both.pth: holds 'model' and 'model_ema': 'model' is used"]
     torch.save({"model": state, "epoch": 3}, tmp_path / "one.pth")
-    assert trained_with.of_weights(str(tmp_path / "one.pth"), 1).line == ""
+    assert initial.settings_of_weights(str(tmp_path / "one.pth"), 1).line == ""
 
 
 V2_ARGS = {"img_size": 64, "patch_size": 4, "depths": [1, 2], "window_size": 4}
@@ -266,8 +266,8 @@ def test_a_directory_of_timm(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     for content, windows in DESCRIBED:
         config.write_text(json.dumps(content))
-        assert trained_with.of_weights(str(tmp_path), 1).windows == windows
+        assert initial.settings_of_weights(str(tmp_path), 1).windows == windows
     config.write_text(json.dumps({"pretrained_cfg": {"std": [0.5] * 3}}))
     for name in (f"local-dir:{tmp_path}", str(tmp_path), f"{tmp_path}/model.safetensors"):
         assert local_file(name) == str(tmp_path / "model.safetensors")
-        assert trained_with.of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}
+        assert initial.settings_of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}

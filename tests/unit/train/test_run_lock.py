@@ -17,7 +17,7 @@ from tool_cases import refusal
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import only_process
-from swinv2_moe.train import checkpoint, run_lock, train
+from swinv2_moe.train import arrival, initial, run_lock, train
 from swinv2_moe.train import run as run_module
 from swinv2_moe.train.run_lock import only_run
 
@@ -57,8 +57,8 @@ def test_a_second_run_looks_at_nothing(resume, another_run, make_config, tmp_pat
     train(config)
     another_run(tmp_path / "run")
     looked = []
-    monkeypatch.setattr(checkpoint, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
-    monkeypatch.setattr(run_module, "build_data", lambda *args: looked.append(args))
+    monkeypatch.setattr(initial, "find_checkpoint", lambda *args, **kwargs: looked.append(args))
+    monkeypatch.setattr(arrival, "build_data", lambda *args: looked.append(args))
     before = snapshot(tmp_path)
     message = refusal(train, config, resume)
     assert message == f"--output {tmp_path / 'run'}: another run is writing there"

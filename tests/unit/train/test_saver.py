@@ -10,9 +10,10 @@ import torch
 from run_cases import ALONE, LAYERS, assert_same, copy_of, saver_of
 
 from moe_core.checkpoint import write_tensors
+from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import save_job, train
 from swinv2_moe.train import saver as saver_module
+from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import (
     checkpoints_below,
     find_checkpoint,
@@ -20,8 +21,7 @@ from swinv2_moe.train.checkpoint import (
     read_section,
     write_meta,
 )
-from swinv2_moe.train.save_job import StagingBuffers
-from swinv2_moe.train.saver import SavePolicy, Saver
+from swinv2_moe.train.saver import Saver, StagingBuffers
 
 
 def step(trainer):
@@ -65,7 +65,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
             assert gate.wait(20)
         write_tensors(file, tensors)
 
-    monkeypatch.setattr(save_job, "write_tensors", write_in_the_thread_when_let)
+    monkeypatch.setattr(saver_module, "write_tensors", write_in_the_thread_when_let)
     trainer.save(saver)
     with torch.no_grad():
         for parameter in trainer.step.model.parameters():
@@ -93,7 +93,7 @@ def test_without_staging_nothing_is_copied(begin, monkeypatch):
         written.append(file)
         write_tensors(file, tensors)
 
-    monkeypatch.setattr(save_job, "write_tensors", write_in_place)
+    monkeypatch.setattr(saver_module, "write_tensors", write_in_place)
     write(trainer, saver)
     assert len(written) == 3 * (1 + 2 * 4)
 
@@ -165,10 +165,7 @@ def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
 def fails_once(monkeypatch, name, after=0):
     """Make the n-th call of a function that the saver uses fail as on a full disk; later ones
     work."""
-    module = saver_module
-    if hasattr(save_job, name):
-        module = save_job
-    real, calls = getattr(module, name), []
+    real, calls = getattr(saver_module, name), []
 
     def maybe(*args):
         calls.append(args)
@@ -176,7 +173,7 @@ def fails_once(monkeypatch, name, after=0):
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
         return real(*args)
 
-    monkeypatch.setattr(module, name, maybe)
+    monkeypatch.setattr(saver_module, name, maybe)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +330,7 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
 
 
 def test_the_error_of_any_rank_is_that_of_the_save(tmp_path, monkeypatch):
-    saver = Saver(tmp_path, ALONE, SavePolicy())
+    saver = Saver(tmp_path, ALONE, CheckpointConfig())
     saver.group = object()
 
     def gather(results, own, group):

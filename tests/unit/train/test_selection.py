@@ -3,7 +3,7 @@
 import pytest
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.selection import select_checkpoint
+from swinv2_moe.train.checkpoint import select_checkpoint
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from run_cases import ALONE, LAYERS
 
 from swinv2_moe.config import flatten
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import run as run_module
-from swinv2_moe.train import tracker_services, trackers, train
+from swinv2_moe.train import arrival, tracker_services, trackers, train
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.loop import Trainer
@@ -195,7 +194,7 @@ def test_wandb_without_a_key_is_refused(wandb, monkeypatch):
 )
 def test_without_the_package(name, module, package, tmp_path, make_config, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(run_module, "build_data", None)  # the check comes first
+    monkeypatch.setattr(arrival, "build_data", None)  # the check comes first
     expected = f"TRACKER {name} needs the {name} extra, the package {package}: pip install"
     with pytest.raises(UserError, match=expected) as caught:
         train(make_config(tmp_path / "run", {"TRACKER": name}))

@@ -1,33 +1,122 @@
-"""DATA.STAGE: shards are copied to the disk of each node while the first epoch reads them.
+"""How the data of a run arrive.
 
-One process of each node copies, in a thread. With several nodes, one node reads a shard from
-DATA.PATH and sends it to the others. The order of the images does not change: reading an image
-waits until its shard has arrived. The shards are copied in the order of their first use.
+DATA.STAGE: shards are copied to the disk of each node while the first epoch reads them. One process
+of each node copies, in a thread. With several nodes, one node reads a shard from DATA.PATH and
+sends it to the others. The order of the images does not change: reading an image waits until its
+shard has arrived. The shards are copied in the order of their first use.
+
+DATA.CHECK_FILES: every image is read before the first step.
 """
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from moe_core.parallel import Ranks
 from swinv2_moe.config import DataConfig
-from swinv2_moe.data import Data, Sources
+from swinv2_moe.data import Data, Sources, UnreadableImages, build_data, evaluation_loader
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.shards import FAILED, ShardFile, load_shards
-from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import new_file
+from swinv2_moe.errors import UserError, one_line, short
+from swinv2_moe.files import new_file, read_json
+from swinv2_moe.tables import Console
+from swinv2_moe.train.agreement import check_same_data
+from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
+from swinv2_moe.train.record import Bar
 
 # A slow source is no error. If another node has ended, the collectives of training report it.
 _TIMEOUT = timedelta(days=1)
 _LAST_SECONDS = 60  # to finish the current chunks when training ends
+_MAX_STAGING_BYTES = 4096  # of staging.json
+
+
+class Staging(NamedTuple):
+    """The content of staging.json: when the data were copied to this disk, and how."""
+
+    started: float  # seconds since 1970
+    seconds: float
+    bytes: int
+    overlapped: bool = False  # training read the data meanwhile
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes/s; None if the duration was measured as zero."""
+        if self.seconds:
+            return self.bytes / self.seconds
+        return None
+
+
+def read_staging(data_path: str) -> Staging | None:
+    """The record of staging in the data's directory; None if there is none.
+
+    Raises:
+        UserError: the record cannot be read.
+    """
+    if not data_path:
+        return None
+    path = Path(data_path).expanduser() / "staging.json"
+    try:
+        content = read_json(path, _MAX_STAGING_BYTES)
+        overlapped = content.get("overlapped", False) is True
+        staging = Staging(
+            float(content["started"]), float(content["seconds"]), int(content["bytes"]), overlapped
+        )
+        if not all(math.isfinite(number) and number >= 0 for number in staging):
+            raise ValueError(short(content))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})"
+        ) from error
+    return staging
+
+
+def load_data(
+    config: DataConfig, world: World, start: Checkpoint | None, stack: ExitStack
+) -> tuple[Data, Staging | None]:
+    """The data, and the record of an earlier staging.
+
+    Args:
+        start: the checkpoint that the run continues from.
+        stack: an exit stack, which ends the staging that DATA.STAGE asks for.
+
+    Raises:
+        UserError: on every rank, if the data cannot be used on any rank; also what
+            `check_same_data` and `check_files` raise.
+    """
+    staging = world.everywhere(lambda: read_staging(config.path))
+    background = stack.enter_context(background_staging(config, world))
+
+    def load() -> Data:
+        sources = None
+        if background is not None:
+            sources = background.sources()
+        return build_data(config, world.rank, world.size, sources)
+
+    data = world.everywhere(load)
+    if background is not None:
+        epoch = 0
+        if start is not None and start.meta["training"] is not None:
+            epoch = start.meta["training"]["epoch"]
+        background.start(data, epoch)
+    train_images = data.train_loader.dataset.source
+    val_images = data.val_loader.dataset.source
+    check_same_data(config.path, world, train_images, val_images, data.class_names)
+    if config.check_files:
+        check_files(config, data, world)
+    return data, staging
 
 
 class BackgroundStaging:
@@ -148,3 +237,31 @@ def _copy(stager: Stager, files: list[ShardFile], failed: str) -> None:
     except Exception as error:
         with contextlib.suppress(UserError), new_file(failed) as file:
             file.write(one_line(str(error)).encode())
+
+
+def check_files(config: DataConfig, data: Data, world: World) -> None:
+    """Print one line for each image that cannot be read. Collective.
+
+    The ranks share the work. It takes as long as reading the images of an epoch.
+
+    Raises:
+        UserError: more than DATA.MAX_BAD_SHARE of the images cannot be read.
+    """
+    console = Console(quiet=not world.is_main)
+    unreadable = []
+    for name, loader in (("training", data.train_loader), ("validation", data.val_loader)):
+        loader = evaluation_loader(config, loader.dataset.source, world.rank, world.size)
+        visible = world.is_main and console.is_terminal
+        with Bar(console, f"checking {name} images", len(loader), 0, visible) as bar:
+            for batch in loader:
+                unreadable += batch.unreadable
+                bar.advance("")
+    # padding repeats images
+    paths = dict.fromkeys(path for paths in world.gather(unreadable) for path in paths)
+    if not paths:
+        return
+    size = data.train_size + data.val_size
+    console.print(f"warning: {len(paths):,} of {size:,} images cannot be read:")
+    for path in paths:
+        console.print(f"  {path}")
+    UnreadableImages(size, config.max_bad_share).add(paths)

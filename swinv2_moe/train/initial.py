@@ -1,0 +1,391 @@
+"""What a run begins with: a checkpoint, pretrained weights, or random weights.
+
+Pretrained weights come with the preparation of images and the windows of position biases that they
+were trained with. A run takes these values over, unless the user has set other ones.
+
+MODEL.UPCYCLE_CONTINUE continues a dense run as a run of a model with experts: each expert begins as
+a copy of the dense FFN, with copies of its moments. Routers and shared experts are initialised at
+random, and their moments are zero. Source: sparse upcycling, arXiv 2212.05055.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from yacs.config import CfgNode
+
+from swinv2_moe.class_names import match_classes
+from swinv2_moe.config import (
+    AllSections,
+    ModelConfig,
+    TrainConfig,
+    config_from_text,
+    flatten,
+    given_keys,
+    model_config,
+)
+from swinv2_moe.config.checks import check_config
+from swinv2_moe.errors import UserError, shortened
+from swinv2_moe.model_types import model_section, model_type
+from swinv2_moe.models import MoEModel, build_model, load_dense
+from swinv2_moe.models.heads import fit_head
+from swinv2_moe.models.hub import (
+    description,
+    fetch_weights,
+    is_hub_name,
+    local_file,
+    read_timm_config,
+    timm_config,
+    windows_of_config,
+    windows_of_name,
+)
+from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.weight_files import read_class_names, read_one_of
+from swinv2_moe.models.weights import compare, has_dense_twin, to_experts
+from swinv2_moe.train.checkpoint import (
+    Checkpoint,
+    checkpoints_below,
+    find_checkpoint,
+    load_weights,
+    read_dense,
+)
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.meta import read_meta
+
+_KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP", "TEST.CROP_RATIO")
+
+
+def starting_point(
+    root: Path, resume: str | None, sections: AllSections, world: World
+) -> Checkpoint | None:
+    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE_CONTINUE, of a dense one.
+
+    None starts a new run. That is not allowed if `root` already has a run.
+    """
+    source = None
+    if resume is not None:
+        source = find_checkpoint(resume, root / "checkpoints", world)
+    elif world.agree((root / "metrics.jsonl").exists()):
+        raise UserError(
+            f"--output {root}: already holds a run; --resume auto continues it, another directory"
+            " starts anew"
+        )
+    if source is None and sections.model.upcycle_continue:
+        source = find_dense(sections.model.pretrained, sections.train, world)
+    return source
+
+
+def as_trained(
+    config: CfgNode, source: Checkpoint | None, world: World
+) -> tuple[CfgNode, list[str]]:
+    """The configuration with what its weights were trained with, and messages for the log.
+
+    A resumed run keeps its own values without a message. Every rank calls this.
+    """
+    model = config.MODEL
+    if source is not None:
+        name = f"checkpoint {source.directory}"
+        trained = settings_of_checkpoint(source.meta, name)
+        config, notes = take_over(config, trained, name)
+        return config, notes if model.UPCYCLE_CONTINUE else []
+    if not model.PRETRAINED:
+        return config, []
+    stages = len(model_section(config).get("DEPTHS", [0]) or [])
+    if is_hub_name(model.PRETRAINED):
+        _fetch_weights(model.PRETRAINED, world)
+    trained = world.everywhere(lambda: settings_of_weights(model.PRETRAINED, stages))
+    return take_over(config, world.agree(trained), model.PRETRAINED)
+
+
+@dataclass(frozen=True)
+class TrainedWith:
+    """Values of the keys in `_KEYS`, and the window side of each stage; empty: not known. `line`
+    says which of several state dicts in a file is used."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    windows: list[int] = field(default_factory=list)
+    line: str = ""
+
+
+def settings_of_checkpoint(meta: dict, name: str) -> TrainedWith:
+    """The values in the meta.json of a checkpoint."""
+    return _of_yaml(meta["config"], meta.get("windows"), name)
+
+
+def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
+    """The values that belong to MODEL.PRETRAINED, as far as they are known.
+
+    Args:
+        stages: number of stages of the model.
+
+    Raises:
+        UserError: an unknown name, or a file that cannot be read.
+    """
+    if is_hub_name(pretrained):
+        content = timm_config(pretrained)
+        return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
+    path = Path(local_file(pretrained))
+    if path.is_dir():
+        return _of_run(path)
+    if path.suffix == ".safetensors" and path.is_file():
+        try:
+            with safe_open(path, "pt") as content:
+                metadata = content.metadata() or {}
+        except Exception:  # the reader of the weights says what is wrong
+            return TrainedWith()
+        if "config" in metadata:
+            return _of_yaml(metadata["config"], None, str(path))
+    content = read_timm_config(path.parent / "config.json")
+    tensors, line = read_one_of(path)
+    windows = windows_of_tables(tensors, stages) or windows_of_config(content)
+    return TrainedWith(settings_of_timm(description(content)), windows, line)
+
+
+def _of_run(path: Path) -> TrainedWith:
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    newest = [*checkpoints_below(path), path][0]
+    try:
+        return settings_of_checkpoint(read_meta(newest, "MODEL.PRETRAINED"), f"checkpoint {newest}")
+    except UserError:  # the reader of the weights says what is wrong
+        return TrainedWith()
+
+
+def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
+    config = config_from_text(text, name)
+    values = flatten(config)
+    if windows is None:
+        windows = _windows_of(config)
+    return TrainedWith({key: values[key] for key in _KEYS}, windows)
+
+
+def settings_of_timm(described: Mapping) -> dict[str, object]:
+    """Configuration values from timm's pretrained_cfg. Entries of an unknown form are ignored."""
+    values: dict[str, object] = {}
+    for name in ("mean", "std"):
+        numbers = described.get(name)
+        if isinstance(numbers, (list, tuple)) and all(type(x) in (int, float) for x in numbers):
+            values[f"DATA.{name.upper()}"] = [float(number) for number in numbers]
+    if described.get("interpolation") in ("nearest", "bilinear", "bicubic"):
+        values["DATA.INTERPOLATION"] = described["interpolation"]
+    mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
+    if mode == "squash":
+        values["TEST.CROP"] = False
+    elif mode in ("center", None) and type(ratio) in (int, float):
+        values |= {"TEST.CROP": True, "TEST.CROP_RATIO": float(ratio)}
+    return values
+
+
+def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode, list[str]]:
+    """The configuration with the values of the weights for the keys that the user has not set.
+
+    Args:
+        name: of the weights, for the messages.
+
+    Returns:
+        The configuration, and messages for the log: what was taken over, and what differs.
+    """
+    given, present = given_keys(config), flatten(config)
+    config = config.clone()
+    config.defrost()
+    taken, differing = [], []
+    for key, value in trained.values.items():
+        if present[key] == value or len(str(value)) > 200:
+            continue
+        if given is None or key in given:
+            differing.append(f"{key} is {present[key]}, its weights were trained with {value}")
+            continue
+        group, _, last = key.rpartition(".")
+        config[group][last] = value
+        taken.append(f"{key} {value}")
+    if _needs_windows(config, trained.windows):
+        section = model_type(config).section.name
+        config.MODEL[section].PRETRAINED_WINDOW_SIZES = list(trained.windows)
+        taken.append(f"MODEL.{section}.PRETRAINED_WINDOW_SIZES {list(trained.windows)}")
+    try:
+        check_config(config)
+    except UserError as error:
+        raise UserError(f"{name}: its weights were trained so: {error}") from error
+    config.freeze()
+    notes = [f"{name}: {trained.line}"] if trained.line else []
+    notes += [f"warning: {name}: {line}" for line in differing]
+    if taken:
+        notes.append(f"taken over from {name}, whose weights were trained so: {', '.join(taken)}")
+    return config, notes
+
+
+def _needs_windows(config: CfgNode, windows: list[int]) -> bool:
+    """Whether the weights' windows are not those that the model would use, and none are set."""
+    configured = model_section(config).get("PRETRAINED_WINDOW_SIZES", [1])
+    if any(configured) or len(configured) != len(windows):
+        return False
+    return _windows_of(config) not in ([], list(windows))
+
+
+def _windows_of(config: CfgNode) -> list[int]:
+    """The windows of the position biases of a configured model."""
+    with torch.device("meta"):
+        return build_model(model_config(config), num_classes=1).position_windows()
+
+
+def load_pretrained(
+    config: ModelConfig, model: MoEModel, world: World, seed: int, class_names: Sequence[str]
+) -> tuple[str, ...]:
+    """Load MODEL.PRETRAINED, if given.
+
+    Args:
+        seed: seed of the noise on upcycled experts.
+        class_names: of the data. The classifier is matched with them where its names are known.
+
+    Returns:
+        Messages for the log.
+
+    Raises:
+        UserError: the weights do not fit the model.
+    """
+    source = local_file(config.pretrained)
+    notes: tuple[str, ...] = ()
+    if not source:
+        return notes
+    fit = partial(fit_head, model=model, config=config)
+    if is_hub_name(source):
+        file = _fetch_weights(source, world)
+        windows = []
+        if world.is_main:
+            windows = windows_of_name(source)
+        check_windows(model, world.agree(windows), source)
+        source = str(file)
+    try:
+        pretrained = None
+        if Path(source).is_dir():
+            pretrained = find_checkpoint(
+                source, Path(), world, "MODEL.PRETRAINED", weights_only=True
+            )
+        if pretrained:
+            trained = pretrained.meta["class_names"]
+        else:
+            trained = read_class_names(Path(source))
+        rows, notes = _head_rows(trained, config, class_names)
+        fit = partial(fit, rows=rows)
+        if pretrained and not config.upcycle:
+            load_weights(pretrained, model, fit)
+        else:
+            dense = source
+            if pretrained:
+                dense = read_dense(pretrained, pretrained.weights_section, model)
+            fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
+            if fresh and config.experts.freeze:
+                raise UserError(
+                    f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
+                    " random"
+                )
+    except UserError as error:
+        hint = ""
+        if f"{model.classifier}." in str(error):
+            hint = (
+                " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+                " some of its rows)"
+            )
+        raise UserError(f"{error}{hint}") from error
+    return notes
+
+
+def _head_rows(
+    trained: list[str], config: ModelConfig, class_names: Sequence[str]
+) -> tuple[list[int] | None, tuple[str, ...]]:
+    """For each class its row in the pretrained classifier, matched by name, and a message for the
+    log. None if the classifier is used as it is, or as MODEL.NEW_HEAD and MODEL.CLASS_MAP say.
+
+    Args:
+        trained: class names of the pretrained weights; empty if they are not known.
+        class_names: of the data.
+    """
+    if config.new_head or config.class_map or not trained:
+        return None, ()
+    where = f"MODEL.PRETRAINED {config.pretrained}"
+    try:
+        match = match_classes(trained, class_names, where)
+    except UserError as error:
+        raise UserError(f"{error}; MODEL.NEW_HEAD True starts a new head") from error
+    if match.by_number:
+        return None, (f"{where}: the classes are matched by number, only one side has names",)
+    if match.numbers == list(range(len(trained))):
+        return None, ()
+    count = len(class_names) - len(match.unknown)
+    note = f"{where}: the classifier's rows of {count:,} classes are taken over by name"
+    if match.unknown:
+        note += f", {len(match.unknown):,} classes are new: {shortened(match.unknown)}"
+    return match.numbers, (note,)
+
+
+def _fetch_weights(name: str, world: World) -> Path:
+    """The file of weights that the name in MODEL.PRETRAINED stands for. Every rank calls this.
+
+    The main rank downloads the file. The others then read it from the cache, or download it to the
+    cache of their own machine.
+
+    Raises:
+        UserError: as `fetch_weights`, on every rank.
+    """
+    if world.size > 1:
+        world.everywhere(lambda: fetch_weights(name) if world.is_main else None)
+    return world.everywhere(lambda: fetch_weights(name))
+
+
+def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint:
+    """The dense checkpoint in MODEL.PRETRAINED, from which the run continues. Every rank calls
+    this.
+
+    Raises:
+        UserError: there is no checkpoint, it has experts, or no step is left.
+    """
+    source = find_checkpoint(pretrained, Path(), world, "MODEL.PRETRAINED")
+    assert source is not None, "only --resume auto may be without one"
+    if source.meta["experts"]:
+        raise UserError(
+            f"checkpoint {source.directory} has experts, MODEL.UPCYCLE_CONTINUE True needs a dense"
+            " run"
+        )
+    training, step = source.meta["training"], source.meta["step"]
+    if training and training["epoch"] >= config.epochs:
+        raise UserError(
+            f"checkpoint {source.directory} has done {training['epoch']} epochs,"
+            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.EPOCHS ({config.epochs}) above that"
+        )
+    if 0 < config.max_steps <= step:
+        raise UserError(
+            f"checkpoint {source.directory} has done {step} steps,"
+            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.MAX_STEPS ({config.max_steps}) above that"
+        )
+    return source
+
+
+def read_upcycled(
+    source: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Read a section of a dense checkpoint for a model with experts. Arguments as in
+    `swinv2_moe.train.checkpoint.read_section`.
+
+    Parameters without a dense twin keep the values in `expected`; their moments are 0.
+
+    Raises:
+        UserError: the section does not fit the model; all differences are named.
+    """
+    tensors = to_experts(read_dense(source, section, model), model)
+    for name, tensor in expected.items():
+        if has_dense_twin(name):
+            continue
+        tensors[name] = tensor
+        if section.startswith("optimizer/"):
+            tensors[name] = torch.zeros_like(tensor)
+    difference = compare(expected, tensors)
+    if difference:
+        raise UserError(
+            f"checkpoint {source.directory}: it cannot be upcycled into the model: {difference};"
+            " nothing was loaded"
+        )
+    return tensors
