@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from moe_core.config import ExpertShard
 from moe_core.files import open_regular
 from moe_core.parallel.gather import join_parts
-from moe_core.training import moe_layers
+from moe_core.training import local_tensor, moe_layers
 
 TRUNK = "model.safetensors"
 
@@ -57,7 +57,7 @@ def tensors_by_file(
     for layer_name, layer in moe_layers(model).items():
         prefix, shard = _prefix(layer_name), layer.shard
         owned = {
-            name.removeprefix(prefix): _local(trunk.pop(name))
+            name.removeprefix(prefix): local_tensor(trunk.pop(name))
             for name in tensors
             if name.startswith(prefix)
         }
@@ -160,12 +160,6 @@ def count_experts(directory: Path) -> dict[str, int]:
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
 
 
 def _prefix(layer: str) -> str:

@@ -37,7 +37,7 @@ from moe_core.layer_inputs import (
 from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
-from moe_core.parallel.trial import Trial
+from moe_core.parallel.search import Trial
 from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,

@@ -214,7 +214,7 @@ def global_grad_dot(model: nn.Module, vectors: Mapping[nn.Parameter, Tensor]) ->
         parts = []
         for parameter in parameters:
             if parameter in vectors:
-                product = _local_gradient(parameter) * _local(vectors[parameter])
+                product = _local_gradient(parameter) * local_tensor(vectors[parameter])
                 parts.append(product.sum(dtype=torch.float32))
         if not parts:
             return torch.zeros((), device=parameters[0].device)
@@ -272,10 +272,11 @@ def _parameters_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, lis
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
-    return _local(parameter.grad)
+    return local_tensor(parameter.grad)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor. Other tensors stay as they are."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
@@ -319,4 +320,4 @@ def clip_to_norm(model: nn.Module, max_norm: float, norm: float) -> None:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    return [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    return [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]

@@ -36,9 +36,8 @@ from moe_core.parallel.calibration import calibrate
 from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
-from moe_core.parallel.search import KEPT_WITHIN, Key, Search, Watch, neighbourhood
+from moe_core.parallel.search import KEPT_WITHIN, Key, Purpose, Search, Trial, Watch, neighbourhood
 from moe_core.parallel.strategy import ParallelStrategy
-from moe_core.parallel.trial import Purpose, Trial
 from moe_core.registry import ALL_TO_ALLS
 
 _log = logging.getLogger(__name__)

@@ -15,11 +15,10 @@ from torch import nn
 
 from moe_core import MoEConfig
 from moe_core.parallel import PROFILES, ParallelStrategy, Tuner
-from moe_core.parallel import trial as trial_module
+from moe_core.parallel import search as search_module
 from moe_core.parallel import tuner as tuner_module
 from moe_core.parallel.cost_model import candidates, layer_time
-from moe_core.parallel.search import MOST_PATIENCE, Key, Watch, neighbourhood
-from moe_core.parallel.trial import Trial
+from moe_core.parallel.search import MOST_PATIENCE, Key, Trial, Watch, neighbourhood
 
 W, RANKS_PER_NODE = 4, 2
 CHECK_STEPS = 10
@@ -140,7 +139,7 @@ CLOCK = Clock()
 @pytest.fixture
 def simulate(monkeypatch):
     """`simulate(function)` in W threads: what `function(rank, shared)` returns on each rank."""
-    monkeypatch.setattr(trial_module.time, "perf_counter", lambda: CLOCK.now)
+    monkeypatch.setattr(search_module.time, "perf_counter", lambda: CLOCK.now)
 
     def run(function: Callable) -> list:
         shared = Shared()
