@@ -1,4 +1,4 @@
-"""The terminal: a console for text of others, and tables of numbers."""
+"""The terminal: a console for text of others, tables of numbers, and progress bars."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import rich.console
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.console import ConsoleOptions, JustifyMethod, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -68,3 +69,36 @@ def number_table(
             cells = [cell.replace("|", r"\|") for cell in cells]
         table.add_row(*map(Text, cells))
     return table
+
+
+class Bar:
+    """A progress bar with free text at its end, as a context manager."""
+
+    def __init__(
+        self, console: Console, description: str, total: int, done: int, visible: bool
+    ) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            transient=True,
+            disable=not visible,
+        )
+        self._task = self._progress.add_task(
+            description, total=total, completed=done, text="", left="left"
+        )
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._progress.stop()
+
+    def advance(self, text: str, left: str = "left") -> None:
+        """Count one more. `left` is shown after the remaining time of the bar."""
+        self._progress.update(self._task, advance=1, text=text, left=left)

@@ -28,7 +28,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist, check_run
 from swinv2_moe.output import say
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, Prediction
-from swinv2_moe.tables import Console, number_table
+from swinv2_moe.tables import Bar, Console, number_table
 
 if TYPE_CHECKING:  # importing torch takes seconds
     from swinv2_moe.predict.predictor import Predictor
@@ -102,7 +102,6 @@ def predict(
 ) -> list[Prediction]:
     """Predict all files with a progress bar, and write annotated copies of the pictures."""
     from swinv2_moe.predict.annotate import copy_name, save_annotated
-    from swinv2_moe.train.record import Bar
 
     console = Console()
     predictions = []

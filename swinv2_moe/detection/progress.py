@@ -9,9 +9,8 @@ from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop, Runner
 
 from swinv2_moe.output import printable
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.time_left import in_words
-from swinv2_moe.train.record import Bar
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -37,13 +37,12 @@ from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.evaluation import Predictions, predict
-from swinv2_moe.train.record import Bar
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.axes import Axes

@@ -37,11 +37,10 @@ from moe_core import equal_tokens, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.record import Bar
 
 CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "ridge": partial(RidgeClassifier, alpha=2**10),

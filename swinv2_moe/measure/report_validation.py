@@ -19,10 +19,9 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import measure
 from swinv2_moe.measure.confusion import Mistake, matrix, mistakes, taken_for, worst
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.evaluation import Predictions, predict
-from swinv2_moe.train.record import Bar
 from swinv2_moe.train.routing import record_choices, spread
 
 _IMAGES = 8  # validation images that are shown with their most probable classes

@@ -33,9 +33,8 @@ from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
 from swinv2_moe.routing_pictures import columns, denormalise, pictures_figure
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.record import Bar
 from swinv2_moe.train.routing import record_choices, spread
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second

@@ -26,7 +26,6 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from scipy.special import stdtrit
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
@@ -247,6 +246,8 @@ def interval(values: Sequence[float]) -> Interval:
         raise ValueError("an interval needs at least 1 value")
     if count == 1:
         return Interval(values[0], None)
+    from scipy.special import stdtrit  # here: commands answer without scipy
+
     quantile = float(stdtrit(count - 1, 0.975))
     return Interval(mean(values), quantile * stdev(values) / sqrt(count))
 

@@ -29,11 +29,10 @@ from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.shards import FAILED, ShardFile, load_shards
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.record import Bar
 
 # A slow source is no error. If another node has ended, the collectives of training report it.
 _TIMEOUT = timedelta(days=1)

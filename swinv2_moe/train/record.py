@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.utils.data import DataLoader
 from yacs.config import CfgNode
@@ -22,12 +21,11 @@ from moe_core.files import atomic_write
 from swinv2_moe.config import DataConfig, flatten
 from swinv2_moe.files import MAX_LINE, parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
-from swinv2_moe.tables import Console
+from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.events import EventLog
 from swinv2_moe.train.routing import sample_choices
 from swinv2_moe.train.saver import Cost
-from swinv2_moe.train.trackers import Tracker, open_trackers, tagged
+from swinv2_moe.train.trackers import EventLog, Tracker, open_trackers, tagged
 
 _PICTURES = 4  # validation images whose routing trackers show
 
@@ -169,14 +167,14 @@ class Recorder:
         for name, layer in layers.items():
             scalars |= tagged(name, layer)
             loads[f"{name}/expert_load"] = layer["load"]
-        self._scalars(scalars, values["step"])
+        self._track("scalars", scalars, values["step"])
         self._track("loads", loads, values["step"])
 
     @_records
     def epoch(self, values: dict, step: int) -> None:
         """Record the end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
         self._write({"step": step} | values)
-        self._scalars(tagged("epoch", values), step)
+        self._track("scalars", tagged("epoch", values), step)
 
     @_records
     def telemetry(self, table: dict[str, dict], epoch: int, step: int) -> None:
@@ -186,7 +184,7 @@ class Recorder:
         scalars = {}
         for phase, values in table.items():
             scalars |= tagged(f"telemetry_{phase}", values)
-        self._scalars(scalars, step)
+        self._track("scalars", scalars, step)
 
     @_records
     def strategies(self, events: list[dict], step: int) -> None:
@@ -196,7 +194,7 @@ class Recorder:
             # TensorBoard's tags allow only these characters
             layers = re.sub(r"\W+", "_", event["layers"])
             if event["event"] == "time":
-                self._scalars({f"strategy_ms/{layers}": event["ms"]}, step)
+                self._track("scalars", {f"strategy_ms/{layers}": event["ms"]}, step)
                 continue
             text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
             self._track("text", f"strategy/{layers}", text, step)
@@ -221,7 +219,7 @@ class Recorder:
     def checkpoint(self, cost: Cost) -> None:
         """Record the cost of a save on the main rank."""
         values = {"stall_seconds": cost.stall, "seconds": cost.seconds, "bytes": cost.bytes}
-        self._scalars(tagged("checkpoint", values), cost.step)
+        self._track("scalars", tagged("checkpoint", values), cost.step)
 
     @contextmanager
     def routing(
@@ -252,50 +250,14 @@ class Recorder:
     def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
         self._track("image", tag, picture, step)
 
-    def bar(self, description: str, total: int, done: int = 0) -> "Bar":
+    def bar(self, description: str, total: int, done: int = 0) -> Bar:
         """A progress bar for one epoch; invisible without a terminal."""
         return Bar(
             self.console, description, total, done, visible=self.active and self.console.is_terminal
         )
 
-    def _scalars(self, values: dict, step: int) -> None:
-        self._track("scalars", values, step)
-
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")
-
-
-class Bar:
-    """A progress bar with free text at its end, as a context manager."""
-
-    def __init__(
-        self, console: Console, description: str, total: int, done: int, visible: bool
-    ) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            transient=True,
-            disable=not visible,
-        )
-        self._task = self._progress.add_task(
-            description, total=total, completed=done, text="", left="left"
-        )
-
-    def __enter__(self) -> "Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._progress.stop()
-
-    def advance(self, text: str, left: str = "left") -> None:
-        """Count one more. `left` is shown after the remaining time of the bar."""
-        self._progress.update(self._task, advance=1, text=text, left=left)
 
 
 def dropped_share(stats: Iterable[RoutingStats]) -> float:

@@ -26,7 +26,6 @@ from swinv2_moe.train.arrival import load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
-from swinv2_moe.train.events import load_mllogger
 from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.optim import without_slow_amp
@@ -42,7 +41,7 @@ from swinv2_moe.train.run_report import (
 )
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.timing import PhaseTimes
-from swinv2_moe.train.tracker_services import check_tracker
+from swinv2_moe.train.trackers import check_tracker, load_mllogger
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60

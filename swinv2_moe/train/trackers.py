@@ -1,21 +1,35 @@
-"""Destinations of a run's curves besides metrics.jsonl: TensorBoard, and the service that TRACKER
-names."""
+"""Destinations of a run's records besides metrics.jsonl: TensorBoard, the service that TRACKER
+names (Weights & Biases or MLflow), and the event log.
+
+Credentials and addresses come from the service's own environment variables.
+
+OUTPUT/events.log says when staging, initialisation, epochs and validations began and ended. Each
+line is one event: ":::MLLOG " and a JSON object. The keys are those of MLCommons' package
+`mlperf-logging` (https://github.com/mlcommons/logging), whose logger writes the lines. Programs
+that read MLPerf logs can read this file. Epochs count from 1. eval_accuracy is the top-1 accuracy,
+from 0 to 1. If a run was interrupted, each of its parts begins with its own staging, init and run
+events. Only the format is MLPerf's. The results are not MLPerf results: the runs do not follow the
+rules of that benchmark and were not reviewed.
+"""
 
 import json
+import logging
+import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from moe_core.files import atomic_write
-from swinv2_moe.errors import one_line, short
+from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import read_json
-from swinv2_moe.train.tracker_services import LAST_SECONDS, SERVICES
 
 _IDS = "tracker.json"  # in the run directory: the run's id in each service
 _MAX_IDS_BYTES = 4096
@@ -24,6 +38,10 @@ _FLUSH_SECONDS = 10
 _MAX_WAITING = 1000
 _MAX_ERROR = 200  # characters
 _GOES_ON = "; the run goes on, records there may be lost"
+LAST_SECONDS = 60  # time to send the remaining data when a run ends
+_PROJECT = "swinv2-moe"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # package by extra of pyproject.toml
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Tracker(Protocol):
@@ -229,3 +247,216 @@ def _is_id(value: object) -> bool:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))[:_MAX_ERROR]}"
+
+
+def check_tracker(name: str) -> None:
+    """Import the package that TRACKER needs, and check that W&B's API key is set. "" needs neither.
+
+    Raises:
+        UserError: the package or the key is missing.
+    """
+    try:
+        if name == "wandb":
+            _check_wandb()
+        elif name == "mlflow":
+            # Otherwise MLflow reports usage data to its developers.
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+            from mlflow.tracking import MlflowClient  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"TRACKER {name} needs the {name} extra, the package {_PACKAGES[name]}: pip install -e"
+            f" '.[{name}]' ({error})"
+        ) from error
+
+
+def _check_wandb() -> None:
+    # `import wandb` alone would also find the directory of that name that W&B creates in a run's
+    # working directory.
+    from wandb import login, setup
+
+    try:
+        mode = setup().settings.mode
+        # Without a key, wandb.init would ask for one in the middle of the training.
+        has_key = mode not in ("online", "run") or login(verify=False, prompt=False)
+    except Exception as error:
+        raise UserError(f"TRACKER wandb: {one_line(str(error))}") from error
+    if not has_key:
+        raise UserError(
+            "TRACKER wandb has no API key: `wandb login` saves one, WANDB_API_KEY holds one, and"
+            " WANDB_MODE=offline needs none"
+        )
+
+
+class Wandb:
+    """A run of Weights & Biases. Its files are in the directory `wandb` of the run directory."""
+
+    def __init__(self, directory: Path, run_id: str | None) -> None:
+        """Continue the run `run_id`; None begins one."""
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=directory.resolve().name,
+            id=run_id,
+            resume="allow",
+            dir=str(directory),
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=LAST_SECONDS),
+        )
+        # W&B's own step cannot decrease, but the step of a resumed run can.
+        self._run.define_metric("*", step_metric="step")
+        self.id = self._run.id
+        self.place = self._run.dir
+        if self._run.settings.mode == "online":
+            self.place = self._run.url
+
+    def config(self, values: Mapping[str, object]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def scalars(self, values: Mapping[str, object], step: int) -> None:
+        if values:
+            self._run.log({**values, "step": step})
+
+    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
+        """Write the loads as histograms with one bar for each expert."""
+        histograms: dict[str, object] = {}
+        for tag, load in loads.items():
+            edges = list(range(len(load) + 1))
+            histograms[tag] = self._wandb.Histogram(np_histogram=(list(load), edges))
+        self.scalars(histograms, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self.scalars({tag: text}, step)
+
+    def image(self, tag: str, picture: np.ndarray, step: int) -> None:
+        self.scalars({tag: self._wandb.Image(Image.fromarray(picture))}, step)
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=int(not finished))
+
+
+class MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in the directory `mlruns` of the run directory."""
+
+    def __init__(self, directory: Path, run_id: str | None) -> None:
+        """Continue the run `run_id`; None begins one."""
+        from mlflow.tracking import MlflowClient
+
+        # Otherwise MLflow prints a line for each attempt to reach a server.
+        logging.getLogger("urllib3").setLevel(logging.ERROR)
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self.place = uri or str(directory / "mlruns")
+        if not uri:
+            uri = (directory / "mlruns").resolve().as_uri()
+            # By default MLflow 3 refuses to write to files instead of a database.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = MlflowClient(tracking_uri=uri)
+        if run_id:
+            self._client.update_run(run_id, status="RUNNING")
+        self.id = run_id or self._new_run(directory.resolve().name)
+
+    def _new_run(self, name: str) -> str:
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(project)
+        else:
+            experiment_id = experiment.experiment_id
+        return self._client.create_run(experiment_id, run_name=name).info.run_id
+
+    def config(self, values: Mapping[str, object]) -> None:
+        """Write the configuration as parameters. MLflow does not change parameters: a resumed run
+        keeps the first values."""
+        from mlflow.entities import Param
+
+        sent = self._client.get_run(self.id).data.params
+        params = [Param(key, str(value)) for key, value in values.items() if key not in sent]
+        self._client.log_batch(self.id, params=params)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(tag, value, now, step) for tag, value in values.items()]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
+        """Write one metric for each expert."""
+        values = {}
+        for tag, load in loads.items():
+            values |= {f"{tag}/{expert}": value for expert, value in enumerate(load)}
+        self.scalars(values, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._client.log_text(self.id, text, f"{tag}/step-{step:08d}.txt")
+
+    def image(self, tag: str, picture: np.ndarray, step: int) -> None:
+        self._client.log_image(self.id, picture, key=tag, step=step)
+
+    def close(self, finished: bool) -> None:
+        status = "KILLED"
+        if finished:
+            status = "FINISHED"
+        self._client.set_terminated(self.id, status)
+
+
+SERVICES = {"wandb": Wandb, "mlflow": MLflow}
+
+
+def load_mllogger() -> type:
+    """The logger class of the optional package `mlperf-logging`.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    try:
+        from mlperf_logging.mllog.mllog import MLLogger
+    except ImportError as error:
+        raise UserError(
+            "EVENT_LOG True needs the mlperf extra, the package mlperf-logging: pip install -e"
+            f" '.[mlperf]' ({error})"
+        ) from error
+    return MLLogger
+
+
+class EventLog:
+    """Appends events to one file and writes to no other place."""
+
+    def __init__(self, path: Path) -> None:
+        # MLLogger needs a logger. The package's own logger, and one of logging's tree, would print.
+        # They would also send the events of the next run in this process to this file. MLLogger
+        # ignores errors of a handler; therefore the handler only collects lines, and `write` writes
+        # them.
+        logger, handler = logging.Logger(__name__, logging.INFO), logging.Handler()
+        handler.emit = lambda record: self._lines.append(record.getMessage())
+        logger.addHandler(handler)
+        self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
+        self._lines: list[str] = []
+        if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._lines.append("")  # ends a line that was cut off, for example by a power cut
+        self._file = path.open("a", buffering=1)
+
+    def write(self, key: str, value: object, at: float | None, metadata: dict) -> None:
+        """Write the event `key`. Keys that end in _start and _stop mark an interval.
+
+        Args:
+            at: time of the event, in seconds since 1970; None: now.
+
+        Raises:
+            OSError: the file cannot be written, for example because the disk is full.
+        """
+        log = self._mllogger.event
+        if key.endswith("_start"):
+            log = self._mllogger.start
+        elif key.endswith("_stop"):
+            log = self._mllogger.end
+        milliseconds = None
+        if at is not None:
+            milliseconds = int(at * 1000)
+        log(key, value, metadata, time_ms=milliseconds)
+        lines = self._lines
+        self._lines = []
+        self._file.write("".join(f"{line}\n" for line in lines))
+
+    def close(self) -> None:
+        self._file.close()

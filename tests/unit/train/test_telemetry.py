@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from swinv2_moe.config import run_config
-from swinv2_moe.train import machine as machine_module
 from swinv2_moe.train import train
-from swinv2_moe.train.machine import COUNTERS, Machine
-from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
+from swinv2_moe.train.telemetry import COUNTERS, Machine, Telemetry, combine, energy, open_machine
 from swinv2_moe.train.timing import PhaseTimes
 
 CPU = torch.device("cpu")
@@ -138,7 +136,7 @@ def nvml(monkeypatch):
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=ord(handle[-1])),
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    cuda = machine_module.torch.cuda
+    cuda = torch.cuda
     monkeypatch.setattr(cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="ab"[index])

@@ -10,13 +10,12 @@ from run_cases import ALONE, LAYERS
 
 from swinv2_moe.config import flatten
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import arrival, tracker_services, trackers, train
+from swinv2_moe.train import arrival, trackers, train
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.tracker_services import check_tracker
-from swinv2_moe.train.trackers import Background, open_trackers, tagged
+from swinv2_moe.train.trackers import Background, check_tracker, open_trackers, tagged
 
 LAYER = LAYERS[0]
 
@@ -294,4 +293,4 @@ def test_tags():
 
 
 def test_every_service_has_an_extra():
-    assert tracker_services.SERVICES.keys() == tracker_services._PACKAGES.keys()
+    assert trackers.SERVICES.keys() == trackers._PACKAGES.keys()
