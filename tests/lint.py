@@ -118,7 +118,6 @@ SHARED = [
     "swinv2_moe.model_types",
     "swinv2_moe.dataset_registry",
     "swinv2_moe.tables",
-    "swinv2_moe.time_left",
     "swinv2_moe.config",
 ]
 MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data"]
@@ -137,7 +136,6 @@ ALLOWED = {
     "swinv2_moe.malloc": [],
     "swinv2_moe.config_files": ["swinv2_moe.errors"],
     "swinv2_moe.tables": ["swinv2_moe.output"],
-    "swinv2_moe.time_left": [],
     "swinv2_moe.layer_names": [],
     "swinv2_moe.plots": ["swinv2_moe.output", "swinv2_moe.errors"],
     "swinv2_moe.owner_file": ["swinv2_moe.output", "swinv2_moe.errors"],
@@ -181,8 +179,7 @@ ALLOWED = {
         "swinv2_moe.models",
     ],
     "swinv2_moe.train": MODELS_AND_DATA + PICTURES + ["swinv2_moe.imports", "swinv2_moe.malloc"],
-    "swinv2_moe.detection": TRAINING
-    + ["swinv2_moe.imports", "swinv2_moe.shapes_options", "swinv2_moe.time_left"],
+    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports", "swinv2_moe.shapes_options"],
     "swinv2_moe.measure": TRAINING,
     "swinv2_moe.export": TRAINING,
     "swinv2_moe.predict": TRAINING,

@@ -9,8 +9,7 @@ from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop, Runner
 
 from swinv2_moe.output import printable
-from swinv2_moe.tables import Bar, Console
-from swinv2_moe.time_left import in_words
+from swinv2_moe.tables import Bar, Console, in_words
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from swinv2_moe.layer_names import block_place
 from swinv2_moe.measure.braille import Curve, draw
 from swinv2_moe.measure.live_run import LiveRun
-from swinv2_moe.time_left import in_words, steps_left
+from swinv2_moe.tables import in_words, steps_left
 
 _HEAD = 5  # lines
 _FRAME = 4  # columns of a panel's frame

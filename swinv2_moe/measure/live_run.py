@@ -18,7 +18,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import other_runs
 from swinv2_moe.measure.run_entries import parse_entry
 from swinv2_moe.owner_file import owner
-from swinv2_moe.time_left import in_words, seconds_left
+from swinv2_moe.tables import in_words, seconds_left
 
 _MAX_CONFIG = 1 << 16  # characters
 _QUIET = 60  # after so many seconds without a new line, the run may have stopped
@@ -26,7 +26,7 @@ _RECENT = 20  # number of logged steps for the median speed: the first steps of 
 
 
 class RunPosition(NamedTuple):
-    """A position in a run, as `swinv2_moe.time_left.Position`."""
+    """A position in a run, as `swinv2_moe.tables.Position`."""
 
     epochs: int
     max_steps: int

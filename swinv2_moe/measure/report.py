@@ -14,7 +14,7 @@ from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
 from swinv2_moe.output import printable
-from swinv2_moe.time_left import in_words
+from swinv2_moe.tables import in_words
 
 
 def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh: int = 0) -> str:

@@ -10,7 +10,7 @@ from swinv2_moe.config import AllSections, config_from_text, model_config
 from swinv2_moe.data import Data, UnreadableImages
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
-from swinv2_moe.time_left import in_words, seconds_left
+from swinv2_moe.tables import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
