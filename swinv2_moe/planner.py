@@ -30,8 +30,7 @@ from moe_core.parallel import (
 )
 from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.machine_profile import load_profile
-from swinv2_moe.models.build import build_model
-from swinv2_moe.models.complexity import count
+from swinv2_moe.models.build import build_model, count
 from swinv2_moe.train.distributed import open_world
 
 LARGEST = 4096  # GPUs

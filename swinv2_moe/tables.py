@@ -75,10 +75,15 @@ def number_table(
 
 
 class Bar:
-    """A progress bar with free text at its end, as a context manager."""
+    """A progress bar with free text at its end, as a context manager; invisible without a
+    terminal.
+
+    Args:
+        visible: False: on ranks other than the main rank.
+    """
 
     def __init__(
-        self, console: Console, description: str, total: int, done: int, visible: bool
+        self, console: Console, description: str, total: int, done: int = 0, visible: bool = True
     ) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -89,7 +94,7 @@ class Bar:
             TextColumn("{task.fields[left]}"),
             console=console,
             transient=True,
-            disable=not visible,
+            disable=not (visible and console.is_terminal),
         )
         self._task = self._progress.add_task(
             description, total=total, completed=done, text="", left="left"

@@ -106,7 +106,7 @@ def predict(
     console = Console()
     predictions = []
     stream = predictor.stream(files, args.top_k, args.batch_size)
-    with Bar(console, "pictures", len(files), 0, visible=console.is_terminal) as bar:
+    with Bar(console, "pictures", len(files)) as bar:
         for name, prediction in zip(names, stream, strict=True):
             predictions.append(prediction)
             if args.annotated and prediction.error is None:

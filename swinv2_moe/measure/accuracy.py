@@ -419,8 +419,7 @@ class _Subject:
         return speeds
 
     def _bar(self, what: str, total: int) -> Bar:
-        console = Console()
-        return Bar(console, what, total, 0, visible=self.world.is_main and console.is_terminal)
+        return Bar(Console(), what, total, visible=self.world.is_main)
 
 
 @contextmanager

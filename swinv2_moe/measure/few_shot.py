@@ -281,9 +281,7 @@ def _extract(
     """`extract_features` with a progress bar. Adds unreadable images to `unreadable`."""
     world = deployed.world
     loader = evaluation_loader(deployed.data, images, world.rank, world.size)
-    console = Console()
-    visible = world.is_main and console.is_terminal
-    with Bar(console, description, len(loader), 0, visible) as bar:
+    with Bar(Console(), description, len(loader), visible=world.is_main) as bar:
         features, paths = extract_features(
             model, loader, world, deployed.autocast, lambda: bar.advance("")
         )

@@ -295,12 +295,12 @@ def _count(
     for name, moe_layer in moe_layers(model).items():
         layers[block_name(name)] = LayerChoices(moe_layer.config.num_experts)
     unreadable = UnreadableImages(len(source), data.max_bad_share)
-    loader, console = evaluation_loader(data, source), Console()
+    loader = evaluation_loader(data, source)
     classes = []  # one for each batch
     with (
         prepared(model),
         record_choices(model) as choices,
-        Bar(console, "validation images", len(loader), 0, visible=console.is_terminal) as bar,
+        Bar(Console(), "validation images", len(loader)) as bar,
     ):
         for images, targets, bad in loader:
             images = _forward(model, images, deployed)

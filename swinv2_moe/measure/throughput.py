@@ -11,7 +11,7 @@ are timed. Only times of the same series are compared.
 - bfloat16 and float16: autocast, as in training and evaluation; the weights stay in fp32.
 - Images/s: of all ranks together; a round takes as long as its slowest rank.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
-  (models.complexity, without dropped choices), three times as many in training, divided by the
+  (models.build, without dropped choices), three times as many in training, divided by the
   FLOPs that the matrix product reached in the same round on each rank.
 - CUDA graphs (`graph`): the rounds replay the kernels of each pass. First call and peak memory are
   measured on passes before the capture.

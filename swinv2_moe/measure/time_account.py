@@ -38,7 +38,7 @@ def time_account(run: RunRecord) -> TimeAccount | None:
     if not total:
         return None
     use = _use(run)
-    columns = [name for name in _FORMATS if any(name in values for values in use.values())]
+    columns = [name for name in _COLUMNS if any(name in values for values in use.values())]
     parts = []
     for name in _PHASES:
         if not seconds.get(name):
@@ -49,10 +49,11 @@ def time_account(run: RunRecord) -> TimeAccount | None:
         for column in columns:
             text = "-"
             if column in values:
-                text = _FORMATS[column](values[column])
+                _, form = _COLUMNS[column]
+                text = form(values[column])
             cells.append(text)
         parts.append(Part(name, _COLOUR[name], percent, cells))
-    titles = ["time", "share"] + [_TITLES[name] for name in columns]
+    titles = ["time", "share"] + [_COLUMNS[name][0] for name in columns]
     accounted = 1 - seconds.get("other", 0) / total
     note = f"{total:,.1f} s in all parts of the run, {accounted:.1%} of it accounted for"
     return TimeAccount("Where the time went", note + _to_solution(run), titles, parts)
@@ -126,25 +127,15 @@ def _watts(value: float) -> str:
     return f"{value:,.0f} W"
 
 
-_FORMATS = {
-    "cpu": _percent,
-    "memory": _gib,
-    "gpu": _percent,
-    "gpu_memory": _gib,
-    "disk_read": _rate,
-    "disk_written": _rate,
-    "net_received": _rate,
-    "net_sent": _rate,
-    "watts": _watts,
-}
-_TITLES = {
-    "cpu": "CPU",
-    "memory": "memory",
-    "gpu": "GPU",
-    "gpu_memory": "GPU memory",
-    "disk_read": "disk read",
-    "disk_written": "disk written",
-    "net_received": "received",
-    "net_sent": "sent",
-    "watts": "power",
+# by key of the telemetry: title and format of a column
+_COLUMNS = {
+    "cpu": ("CPU", _percent),
+    "memory": ("memory", _gib),
+    "gpu": ("GPU", _percent),
+    "gpu_memory": ("GPU memory", _gib),
+    "disk_read": ("disk read", _rate),
+    "disk_written": ("disk written", _rate),
+    "net_received": ("received", _rate),
+    "net_sent": ("sent", _rate),
+    "watts": ("power", _watts),
 }

@@ -9,8 +9,7 @@ import pkgutil
 
 from swinv2_moe.layer_names import block_place
 from swinv2_moe.models import registry  # noqa: F401
-from swinv2_moe.models.build import build_model, measure_model, model_arguments
-from swinv2_moe.models.complexity import Complexity
+from swinv2_moe.models.build import Complexity, build_model, measure_model, model_arguments
 from swinv2_moe.models.moe_mlp import (
     MoEMlp,
     block_name,

@@ -250,8 +250,8 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     unreadable = []
     for name, loader in (("training", data.train_loader), ("validation", data.val_loader)):
         loader = evaluation_loader(config, loader.dataset.source, world.rank, world.size)
-        visible = world.is_main and console.is_terminal
-        with Bar(console, f"checking {name} images", len(loader), 0, visible) as bar:
+        title = f"checking {name} images"
+        with Bar(console, title, len(loader), visible=world.is_main) as bar:
             for batch in loader:
                 unreadable += batch.unreadable
                 bar.advance("")

@@ -32,7 +32,6 @@ from swinv2_moe.config.checks import check_config
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.model_types import model_section, model_type
 from swinv2_moe.models import MoEModel, build_model, load_dense
-from swinv2_moe.models.heads import fit_head
 from swinv2_moe.models.hub import (
     description,
     fetch_weights,
@@ -45,7 +44,7 @@ from swinv2_moe.models.hub import (
 )
 from swinv2_moe.models.positions import check_windows, windows_of_tables
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
-from swinv2_moe.models.weights import compare, has_dense_twin, to_experts
+from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
 from swinv2_moe.train.checkpoint import (
     Checkpoint,
     checkpoints_below,

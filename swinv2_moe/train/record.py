@@ -251,10 +251,8 @@ class Recorder:
         self._track("image", tag, picture, step)
 
     def bar(self, description: str, total: int, done: int = 0) -> Bar:
-        """A progress bar for one epoch; invisible without a terminal."""
-        return Bar(
-            self.console, description, total, done, visible=self.active and self.console.is_terminal
-        )
+        """A progress bar for one epoch."""
+        return Bar(self.console, description, total, done, visible=self.active)
 
     def _write(self, values: dict) -> None:
         self.metrics.write(json.dumps(_plain(values)) + "\n")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix
 
-from swinv2_moe.measure.confusion import Mistake, matrix, mistakes, taken_for, worst
+from swinv2_moe.measure.report_validation import Mistake, matrix, mistakes, taken_for, worst
 from swinv2_moe.train.evaluation import Predictions
 
 CLASSES = 6
