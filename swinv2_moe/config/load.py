@@ -10,7 +10,9 @@ import difflib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from yacs.config import CfgNode
 
@@ -41,6 +43,21 @@ _OTHER_WORDS = {
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
 
 
+class Retired(NamedTuple):
+    """A key of earlier versions, which files and checkpoints may still have."""
+
+    default: object  # other values are converted to its type
+    became: str  # what holds now, for "KEY (value) is no key any more: ..."
+    # With another value, trained weights computed something else: such values are refused.
+    shapes_weights: bool = False
+
+
+RETIRED = {
+    "DATA.PIN_MEMORY": Retired(True, "batches for a GPU are always pinned"),
+}
+_LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
+
+
 def load_config(
     file: str | Path | None = None,
     opts: Sequence[str] = (),
@@ -63,22 +80,23 @@ def load_config(
         UserError: a file that cannot be read, an unknown key, a wrong type, a value out of range,
             or values that contradict each other.
     """
-    config = default_config()
-    given = set(opts[::2])
+    values: dict[str, object] = {}
     if file is not None:
         values = _Files().values(find_config(file))
         if not values:
             raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
-        _lay_over(config, values)
-        given |= values.keys()
-    if data is not None:
+    from_opts = _from_opts(opts)
+    given = translate(values | from_opts)
+    config = default_config()
+    _lay_over(config, given)
+    if data is not None and "DATA.PATH" not in from_opts:
         config.DATA.PATH = data
+    if data is not None and "DATA.DATASET" not in from_opts:
         dataset = datasets().get(config.DATA.DATASET)
         if dataset and not dataset.needs_files:
             config.DATA.DATASET = "folder"
-    if output:
+    if output and "OUTPUT" not in from_opts:
         config.OUTPUT = output
-    merge_opts(config, opts)
     _shorten_warmup(config, opts)
     config.OUTPUT = os.path.expanduser(config.OUTPUT)
     config.MODEL.PRETRAINED = os.path.expanduser(config.MODEL.PRETRAINED)
@@ -103,13 +121,35 @@ def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
     configured = train.WARMUP_EPOCHS
     if 0 < train.EPOCHS <= configured:
         train.WARMUP_EPOCHS = train.EPOCHS // 2
-        if os.environ.get("RANK", "0") == "0":
-            _log.warning(
-                "TRAIN.WARMUP_EPOCHS is %d, not %d, because TRAIN.EPOCHS is %d",
-                train.WARMUP_EPOCHS,
-                configured,
-                train.EPOCHS,
-            )
+        _warn_once(
+            f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, not {configured}, because TRAIN.EPOCHS"
+            f" is {train.EPOCHS}"
+        )
+
+
+@cache
+def _warn_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning("%s", line)
+
+
+def translate(values: Mapping[str, object]) -> dict[str, object]:
+    """`values` without the keys of RETIRED. What became of each is logged.
+
+    Raises:
+        UserError: a retired key with a value that trained weights depend on.
+    """
+    translated = {}
+    for key, value in values.items():
+        retired = RETIRED.get(key)
+        if retired is None:
+            translated[key] = value
+            continue
+        line = f"{key} ({_shown(value)}) is no key any more: {retired.became}"
+        if retired.shapes_weights and value != retired.default:
+            raise UserError(f"{line}; commit {_LAST_COMMIT} is the last that can use this value")
+        _warn_once(line)
+    return translated
 
 
 def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNode:
@@ -124,7 +164,8 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
         content = parse_yaml(text) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
-        _lay_over(config, _checked(content, default_config()))
+        values = _checked(content, default_config())
+        _lay_over(config, translate(_without_retired_defaults(values)))
         check_config(config)
     except (ValueError, UserError) as error:
         raise UserError(
@@ -134,6 +175,15 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     check_config(config)
     config.freeze()
     return config
+
+
+def _without_retired_defaults(values: dict[str, object]) -> dict[str, object]:
+    """What a checkpoint holds has all keys of its time, of which nobody has set most."""
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in RETIRED or value != RETIRED[key].default
+    }
 
 
 def as_opts(values: Mapping[str, object]) -> list[str]:
@@ -151,14 +201,21 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     Raises:
         UserError: an unknown key or a value of the wrong type.
     """
+    _lay_over(config, translate(_from_opts(opts)))
+
+
+def _from_opts(opts: Sequence[str]) -> dict[str, object]:
+    """The values of KEY VALUE pairs, in the types of the keys."""
     if len(opts) % 2:
         raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
+    values = {}
     for name, text in zip(opts[::2], opts[1::2], strict=True):
         keys = name.split(".")
         content: dict = {keys.pop(): text}
         while keys:
             content = {keys.pop(): content}
-        _lay_over(config, _checked(content, default_config(), source="--opts "))
+        values |= _checked(content, default_config(), source="--opts ")
+    return values
 
 
 def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
@@ -262,6 +319,9 @@ def _checked(
         if not isinstance(key, str):
             key = short(key)
         name = prefix + key
+        if name in RETIRED:
+            values[name] = _coerce(name, value, RETIRED[name].default, source)
+            continue
         if key not in group:
             name, value = _innermost(name, value)
             raise UserError(

@@ -122,7 +122,6 @@ class DataConfig:
     # ImageNet's
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     num_workers: int = 2  # loader processes per rank
-    pin_memory: bool = True  # loaders place batches in pinned memory, for copies to a GPU
     max_pixels: int = 120_000_000  # pixels of an image; larger images count as unreadable
     # the run stops when a larger share of the images is unreadable
     max_bad_share: float = 0.01

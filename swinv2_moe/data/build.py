@@ -158,7 +158,7 @@ def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) ->
         sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate,
-        pin_memory=config.pin_memory and config.device != "cpu" and torch.cuda.is_available(),
+        pin_memory=config.device != "cpu" and torch.cuda.is_available(),
         # Without a generator, each epoch would draw from torch's global generator.
         generator=torch.Generator().manual_seed(config.seed),
     )
