@@ -68,7 +68,7 @@ def counted(tokens: int, config: MoEConfig, dtype: torch.dtype, device: str) -> 
     are not counted."""
     # `of_router`: the router's input in fp32
     rows, of_router = tokens * config.top_k, tokens * config.model_dim * 4
-    if device == "cuda" and dtype == torch.bfloat16:  # moe_core.ops.moe_ffn
+    if device == "cuda" and dtype == torch.bfloat16:  # moe_core.ops.ffn
         weights = 2 * config.num_experts * config.model_dim * config.hidden_dim
         return (
             tokens * config.model_dim + rows * config.hidden_dim + weights

@@ -22,8 +22,6 @@ from moe_core.ops import (
     casts_weights,
     empty,
     expert_ffn,
-    int8_ffn,
-    int8_moe_ffn,
     moe_ffn,
     pack_weights,
     product_dtype,
@@ -251,11 +249,6 @@ class Experts(nn.Module):
             used = self.weights(x.dtype)
         else:
             used = weights()
-        if isinstance(used, Int8Weights):
-            activation, kernels = self.config.activation, self.config.kernels
-            if plan is None:
-                return int8_ffn(x, used, offsets, activation, kernels)
-            return int8_moe_ffn(x, gates, used, plan, activation, kernels)
         dropout = 0.0
         if self.training:
             dropout = self.config.hidden_dropout
@@ -263,7 +256,8 @@ class Experts(nn.Module):
         if plan is None:
             return expert_ffn(x, used, offsets, *settings)
         casts = None
-        if used.w1 is self.w1:  # not gathered from several ranks
+        # Weights in int8, and those gathered from several ranks, have no casts.
+        if isinstance(used, ExpertWeights) and used.w1 is self.w1:
             casts = self._casts
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
 

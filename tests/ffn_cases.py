@@ -1,4 +1,4 @@
-"""Inputs of experts, their outcome in the specification, and comparisons with it, for the tests of
+"""Inputs of experts, their outcome in plain torch, and comparisons with it, for the tests of
 moe_core."""
 
 # E experts, N rows, M model dim, H hidden dim
@@ -6,11 +6,9 @@ moe_core."""
 import torch
 import torch.nn.functional as F
 
-from moe_core.activations import clamped_swiglu
 from moe_core.ops import ExpertWeights
-from moe_core.ops.ffn import reference
 
-FUNCTIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "clamped_swiglu": clamped_swiglu}
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 FP64 = (torch.float64, torch.float64)
 FP32 = (torch.float32, torch.float32)
 BF16 = (torch.bfloat16, torch.bfloat16)
@@ -60,17 +58,42 @@ def outcome(function, rows, weights, grad) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype), materialize_grads=True)]
 
 
+def plain_hidden(activation: str, z, u):
+    """The hidden layer of products z and, for gated experts, u."""
+    if activation == "clamped_swiglu":
+        z, u = z.clamp(max=7), u.clamp(-7, 7)
+        return (u + 1) * (z * torch.sigmoid(z * 1.702))
+    hidden = ACTIVATIONS[activation](z)
+    return hidden if u is None else hidden * u
+
+
+def plain_experts(rows, weights, ends, activation="silu", kept=None) -> torch.Tensor:
+    """The networks in torch's linear layers, expert by expert, of the rows that belong to one.
+
+    kept [N, H]: dropout's factors. `activation`: a name, or a function of z and u.
+    """
+    parts, start = [], 0
+    for e, end in enumerate(ends.tolist()):
+        w1, b1, w2, b2, w3, b3 = (None if weight is None else weight[e] for weight in weights)
+        x = rows[start:end]
+        z, u = F.linear(x, w1, b1), None if w3 is None else F.linear(x, w3, b3)
+        hidden = activation(z, u) if callable(activation) else plain_hidden(activation, z, u)
+        if kept is not None:
+            hidden = hidden * kept[start:end]
+        parts.append(F.linear(hidden, w2.T, b2))
+        start = end
+    return torch.cat(parts)
+
+
 def by_reference(rows, weights, ends, grad, activation="silu", kept=None) -> list[torch.Tensor]:
-    """The outcome of the specification in fp64, of the rows that belong to an expert."""
+    """The outcome of `plain_experts` in fp64, of the rows that belong to an expert."""
     used = int(ends[-1])
 
-    def specification(rows, weights):
-        w1, b1, w2, b2, w3, b3 = weights
-        function = FUNCTIONS[activation]
-        return reference.expert_ffn(rows, w1, b1, w2, b2, ends, function, kept, w3, b3)
+    def plain(rows, weights):
+        return plain_experts(rows, weights, ends, activation, kept)
 
     doubles = weights.map(torch.Tensor.double)
-    return outcome(specification, rows[:used].double(), doubles, grad[:used].double())
+    return outcome(plain, rows[:used].double(), doubles, grad[:used].double())
 
 
 def assert_close(found, expected, dtype) -> None:

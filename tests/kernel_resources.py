@@ -119,8 +119,8 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _run_experts(case: Experts, backward: bool) -> None:
     from moe_core.ops import ExpertWeights
-    from moe_core.ops.moe_ffn import triton as moe_ffn
-    from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+    from moe_core.ops.ffn import triton as moe_ffn
+    from moe_core.ops.ffn.inputs import MoEFFNInputs
 
     dtype, num_experts = case.dtype, case.experts
     w, b = _meta(num_experts, H, M), _meta(num_experts, H)
@@ -149,13 +149,14 @@ def _run_experts(case: Experts, backward: bool) -> None:
         seed=seed,
         activation=activation,
         dropout=case.dropout,
+        keep_hidden=True,
     )
     if backward:
-        hidden = _meta(inputs.num_kept * case.tokens, H, dtype=dtype)
+        hidden = _meta(weights.num_kept * case.tokens, H, dtype=dtype)
         needs = [tensor is not None for tensor in (inputs.tokens, inputs.gates, *weights)]
         moe_ffn.backward(inputs, _meta(case.tokens, M), hidden, needs)
     else:
-        moe_ffn.forward(inputs, True)
+        moe_ffn.forward(inputs)
 
 
 def _run_routing(num_experts: int) -> None:
@@ -245,7 +246,7 @@ def _compile(case: str, sm: int) -> dict:
     import pytest
     from triton_cases import compile_launches
 
-    from moe_core.ops.moe_ffn import triton as moe_ffn
+    from moe_core.ops.ffn import triton as moe_ffn
 
     def shared_memory(tokens: torch.Tensor) -> int:
         if tokens.dtype == torch.float32:

@@ -6,11 +6,11 @@ import math
 
 import torch
 import torch.nn.functional as F
+from ffn_cases import plain_hidden
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, moe_layers, ops
 from moe_core.losses import RoutingScores, expert_sums
-from moe_core.ops.moe_ffn import reference
 from moe_core.parallel import ParallelStrategy
 
 # odd widths: nothing here is a multiple of 16 bytes
@@ -66,21 +66,31 @@ def plain_forward(
     if top_k > 1 and config.normalize_gates:
         total = gates.sum(1, keepdim=True)
         gates = gates / total.where(total > 0, 1)
-    experts = layer.experts
-    y = reference.moe_ffn(
-        x,
-        ids,
-        gates,
-        experts.w1,
-        experts.b1,
-        experts.w2,
-        experts.b2,
-        getattr(F, config.activation),
-        capacity,
-        priority,
-    )
+    weights = layer.experts.parameters_by_field
+    y = plain_moe(x, ids, gates, weights, config.activation, capacity, priority)
     share = F.one_hot(ids[:, 0], num_experts).to(x.dtype).mean(0)
     return y, num_experts * (probs.mean(0) * share).sum()
+
+
+def plain_moe(
+    x: Tensor, ids: Tensor, gates: Tensor, weights, activation: str, capacity=None, priority=None
+) -> Tensor:
+    """The layer after routing, one choice at a time: x [T, M], ids and gates [T, K] -> [T, M]."""
+    tokens = list(range(len(ids)))
+    if priority is not None:
+        tokens = sorted(tokens, key=lambda t: -priority[t].item())  # Python's sort is stable
+    filled = [0] * len(weights.w1)
+    y = [torch.zeros_like(x[0]) for _ in tokens]
+    for k in range(ids.shape[1]):
+        for t in tokens:
+            e = int(ids[t, k])
+            filled[e] += 1
+            if capacity is None or filled[e] <= capacity:
+                w1, b1, w2, b2, w3, b3 = (None if w is None else w[e] for w in weights)
+                u = None if w3 is None else w3 @ x[t] + b3
+                hidden = plain_hidden(activation, w1 @ x[t] + b1, u)
+                y[t] = y[t] + gates[t, k] * (hidden @ w2 + b2)
+    return torch.stack(y)
 
 
 def plain_rows(

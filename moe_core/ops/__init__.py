@@ -7,11 +7,10 @@ from moe_core.ops.backend import check_kernels
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
-from moe_core.ops.ffn.op import expert_ffn, pack_weights, product_dtype
-from moe_core.ops.ffn.reference import expert_linear
+from moe_core.ops.ffn.linear import expert_linear
+from moe_core.ops.ffn.op import casts_weights, expert_ffn, moe_ffn, pack_weights, product_dtype
 from moe_core.ops.int8_ffn.inputs import Int8Weights
-from moe_core.ops.int8_ffn.op import int8_ffn, int8_moe_ffn, quantize_weights
-from moe_core.ops.moe_ffn.op import casts_weights, moe_ffn
+from moe_core.ops.int8_ffn.op import int8_ffn, quantize_weights
 from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.loss import loss_of_sums
@@ -33,7 +32,6 @@ __all__ = [
     "expert_ffn",
     "expert_linear",
     "int8_ffn",
-    "int8_moe_ffn",
     "inverse_plan",
     "loss_of_sums",
     "make_plan",

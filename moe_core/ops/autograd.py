@@ -8,12 +8,11 @@ torch operations compute the op or its gradients:
 2. In a backward pass that is differentiated again (`is_differentiated_again`), the gradients are
    those of the plain form (`plain_gradients`).
 
-`register_backward` registers the formula that the ops of the experts' networks share. Such an op
-returns its output and the hidden layer, which its backward op needs. Its arguments are the fields
-of a named tuple, tensors first. The last argument says whether the hidden layer is kept.
+`register_gradient` registers both. `schema_of` derives the arguments of an op from a named tuple.
 """
 
 from collections.abc import Callable, Sequence
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -56,55 +55,72 @@ def plain_gradients(
     return [next(computed) if is_needed else None for is_needed in needs]
 
 
-def register_backward(
+def register_gradient(
     name: str,
-    inputs_type: type,
-    num_tensors: int,
     num_differentiable: int,
+    backward: Callable[..., Sequence[Tensor]],
     plain: Callable[..., Tensor],
+    saved_outputs: Sequence[int] = (),
 ) -> None:
-    """Register `moe_core::<name>_backward` as the backward op of `moe_core::<name>`.
+    """Register the gradients of the first output of the op `moe_core::<name>`.
+
+    Its other outputs, which only the backward pass reads, have no gradients.
 
     Args:
-        name: the name of the op.
-        inputs_type: the named tuple of the op's arguments.
-        num_tensors: the number of leading fields that are tensors or None.
-        num_differentiable: the number of leading fields that have gradients.
-        plain: the function that the op computes, of the same fields, in plain torch.
+        num_differentiable: the number of leading arguments that have gradients.
+        backward: `backward(grad, needs, *arguments, *saved)` returns these gradients. `needs` says
+            which ones are read.
+        plain: the first output as a function of the op's arguments, in plain torch.
+        saved_outputs: the indices of the outputs that are saved for `backward`.
     """
-    num_arguments = len(inputs_type._fields) + 1  # type: ignore[attr-defined]
 
     def save(ctx, inputs, output):
-        fields = inputs[:-1]
-        hidden = output[1]
-        ctx.save_for_backward(*fields[:num_tensors], hidden)
-        ctx.settings = fields[num_tensors:]
-        ctx.mark_non_differentiable(hidden)
-        # Otherwise autograd would allocate zeros for the gradient of the hidden layer.
+        outputs = output if isinstance(output, tuple) else (output,)
+        values = [*inputs, *(outputs[i] for i in saved_outputs)]
+        ctx.places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*[values[i] for i in ctx.places])
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.num_inputs = len(inputs)
+        ctx.mark_non_differentiable(*outputs[1:])
+        # Otherwise autograd would allocate zeros for the gradients of these outputs.
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx, grad, grad_hidden):
-        gradients: list[Tensor | None] = [None] * num_arguments
+    def differentiate(ctx, grad, *unused):
+        nothing = [None] * (ctx.num_inputs - num_differentiable)
         if grad is None:
-            return tuple(gradients)
-        saved = ctx.saved_tensors  # activation checkpointing allows one access
-        fields = saved[:-1] + ctx.settings
+            return (*[None] * num_differentiable, *nothing)
+        values = list(ctx.others)
+        # Activation checkpointing allows one access to the saved tensors.
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            values[place] = tensor
         needs = list(ctx.needs_input_grad[:num_differentiable])
         if is_differentiated_again(grad):
 
             def function(*differentiable):
-                return (plain(*differentiable, *fields[num_differentiable:]),)
+                return (plain(*differentiable, *values[num_differentiable : ctx.num_inputs]),)
 
-            computed = plain_gradients(function, fields[:num_differentiable], needs, [grad])
-            return (*computed, *gradients[num_differentiable:])
-        backward = getattr(torch.ops.moe_core, f"{name}_backward")
-        computed = backward(grad, saved[-1], needs, *fields)
-        for i, is_needed in enumerate(needs):
-            if is_needed:
-                gradients[i] = computed[i]
-        return tuple(gradients)
+            gradients = plain_gradients(function, values[:num_differentiable], needs, [grad])
+        else:
+            gradients = backward(grad, needs, *values)
+        pairs = zip(gradients, needs, strict=True)
+        return (*[g if is_needed else None for g, is_needed in pairs], *nothing)
 
     torch.library.register_autograd(f"moe_core::{name}", differentiate, setup_context=save)
+
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    float: "float",
+    bool: "bool",
+}
+
+
+def schema_of(inputs_type: type) -> str:
+    """The arguments of an op, which are the fields of a named tuple, for torch.library."""
+    hints = get_type_hints(inputs_type)
+    return ", ".join(f"{_TYPES[hint]} {name}" for name, hint in hints.items())
 
 
 def empty_gradients(grad: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

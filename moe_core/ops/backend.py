@@ -62,10 +62,6 @@ def _triton_ffn(request: Request) -> bool:
     return request.activation in KERNEL_ACTIVATIONS and request.dtype in _HALVES_AND_FP32
 
 
-def _grouped_mm(request: Request) -> bool:
-    return request.device == "cuda" and request.dtype == torch.bfloat16
-
-
 def _cpp_ffn(request: Request) -> bool:
     if request.activation not in KERNEL_ACTIVATIONS:
         return False
@@ -110,18 +106,13 @@ FORMS = {
         Form("torch", "combine.reference", _everything),
     ),
     "ffn": (
-        Form("triton", "ffn.triton", _triton_ffn),
+        Form("triton", "ffn.triton", _triton_ffn),  # with dispatch and combine
         Form("cpp", "ffn.cpp", _cpp_ffn),
-        Form("torch", "ffn.grouped", _grouped_mm),
-        Form("torch", "ffn.loop", _everything),
+        Form("torch", "ffn.reference", _everything),
     ),
     "int8_ffn": (
         Form("cpp", "int8_ffn.cpp", _cpp_int8),
         Form("torch", "int8_ffn.reference", _everything),
-    ),
-    "moe_ffn": (  # dispatch, ffn and combine in one operation
-        Form("triton", "moe_ffn.triton", _triton_ffn),
-        Form("torch", "moe_ffn.composed", _everything),
     ),
 }
 

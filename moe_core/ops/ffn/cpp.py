@@ -20,8 +20,6 @@ from moe_core.ops.native.library import (
     pointer,
 )
 
-TRANSPOSED_GRADIENTS = True  # gradients have the memory order of transposed weights
-
 
 def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> ExpertWeights | None:
     """fp32 weights [E, H, M] converted to `dtype` and stored in the order that `forward` reads.
@@ -55,31 +53,26 @@ def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
     return dtype
 
 
-def hidden_rows(num_rows, num_experts: int, dtype: torch.dtype):
-    """The number of rows of the hidden layer that `forward` keeps."""
-    return num_rows
+def forward(inputs: FFNInputs) -> tuple[Tensor, Tensor]:
+    """out [N, M] and, if it is kept, the hidden layer [N, H] before the activation.
 
-
-def forward(inputs: FFNInputs, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, with `keep_hidden`, the hidden layer [N * H] before the activation.
-
-    For gated experts, both the products with w1 and those with w3 are kept: [2, n, H] for the n
-    rows in use.
+    For gated experts, both the products with w1 and those with w3 are kept: [2 N, H], first those
+    of the rows in use.
     """
     rows, hidden_dim = inputs.rows, inputs.w1.shape[1]
+    num_kept = 0
+    if inputs.keep_hidden:
+        num_kept = inputs.weights.num_kept
     call = _Call(inputs)
     out = empty(rows.shape, rows.dtype, rows.device)
-    hidden_size = 0
-    if keep_hidden:
-        hidden_size = inputs.num_kept * len(rows) * hidden_dim
-    hidden = empty((hidden_size,), rows.dtype, rows.device)
+    hidden = empty((num_kept * len(rows), hidden_dim), rows.dtype, rows.device)
     kept = None
-    if keep_hidden:
+    if inputs.keep_hidden:
         kept = hidden
     call.run("forward", [out, kept])
     if call.num_used_rows < len(rows):
         out[call.num_used_rows :] = 0
-        hidden[inputs.num_kept * call.num_used_rows * hidden_dim :] = 0
+        hidden[num_kept * call.num_used_rows :] = 0
     return out, hidden
 
 
@@ -99,7 +92,7 @@ def backward(
         if name == "w1" and like is None:
             like = by_field["w3"]
         call.set_strides(f"grad_{name}_strides", like)
-    call.run("backward", [grad, hidden, *(by_field[name] for name in _GRADIENTS)])
+    call.run("backward", [grad.contiguous(), hidden, *(by_field[name] for name in _GRADIENTS)])
     gradients: list[Tensor | None] = []
     for name, tensor in tensors.items():
         gradient = by_field[name]

@@ -41,6 +41,11 @@ class ExpertWeights(NamedTuple):
         """The weights without the biases, which become None."""
         return self._replace(b1=None, b2=None, b3=None)
 
+    @property
+    def num_kept(self) -> int:
+        """The number of products that the backward pass needs: 2 for gated experts, else 1."""
+        return 1 if self.w3 is None else 2
+
     def check(self, activation: str, model_dim: int, num_experts: int) -> None:
         """Raise ValueError if shapes or dtypes do not match, or do not fit the activation.
 
@@ -98,22 +103,48 @@ class FFNInputs(NamedTuple):
     w3: Tensor | None
     b3: Tensor | None
     offsets: Tensor  # [E] int32
-    # int16, one value for each element of the hidden layer. For a form with SEEDED_DROPOUT the
-    # seed, int64 [1]. None: no dropout
-    noise: Tensor | None
+    noise: Tensor | None  # int16, of each element of the hidden layer; None: no dropout
     activation: str
     dropout: float
     kernels: str
+    keep_hidden: bool  # whether the op returns what its backward pass needs
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+
+
+class MoEFFNInputs(NamedTuple):
+    """The arguments of the op `moe_core::moe_ffn`, in the op's order."""
+
+    tokens: Tensor  # [T, M]
+    gates: Tensor | None  # [T, K]; None: all 1 (the plan is then a permutation)
+    w1: Tensor  # [E, H, M]
+    b1: Tensor | None  # [E, H]
+    w2: Tensor  # [E, H, M]
+    b2: Tensor | None  # [E, M]
+    w3: Tensor | None  # [E, H, M]
+    b3: Tensor | None  # [E, H]
+    w1_cast: Tensor | None  # w1 in the tokens' dtype; None: w1 has this dtype
+    w2_cast: Tensor | None
+    w3_cast: Tensor | None
+    choices: Tensor  # this and the next fields are as in DispatchPlan
+    offsets: Tensor
+    slots: Tensor
+    kept: Tensor | None
+    seed: Tensor | None  # int64 [1], of dropout; None: no dropout
+    activation: str
+    dropout: float
+    keep_hidden: bool  # whether the op returns what its backward pass needs
 
     @property
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
 
     @property
-    def num_kept(self) -> int:
-        """The number of products that the backward pass needs: 2 for gated experts, else 1."""
-        return 1 if self.w3 is None else 2
-
-    def needs_gradients(self) -> bool:
-        """Whether rows, weights or biases require a gradient."""
-        return any(tensor.requires_grad for tensor in (self.rows, *self.weights.tensors()))
+    def cast_weights(self) -> ExpertWeights:
+        """The weights and biases; w1, w2 and w3 are contiguous and in the tokens' dtype."""
+        weights = self.weights
+        if self.w1_cast is not None and self.w2_cast is not None:
+            weights = weights._replace(w1=self.w1_cast, w2=self.w2_cast, w3=self.w3_cast)
+        return weights.map(Tensor.contiguous)

@@ -1,39 +1,46 @@
-"""The experts' feed-forward networks, forward and backward, as one torch.library op.
+"""The experts' feed-forward networks, alone and with dispatch and combine.
 
 `out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for the rows of each expert e. With w3
-the activation is multiplied by `rows_e w3[e]^T + b3[e]`. The forward pass keeps the hidden layer
-before the activation (for gated experts both products). The backward pass computes the activation
-again.
+the activation is multiplied by `rows_e w3[e]^T + b3[e]`.
+
+There are two torch.library ops. `moe_core::expert_ffn` is in C++. `moe_core::moe_ffn` is in Triton;
+it dispatches and combines too. For the backward pass both keep the hidden layer before the
+activation (for gated experts both products) and compute the activation again. Triton keeps the
+tokens, but neither the gathered rows nor the experts' outputs. Everything else is
+`reference.feed_forward`.
 """
 
-# E experts, N rows, M model dim, H hidden dim
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import empty_gradients, register_backward
+from moe_core.ops.autograd import empty_gradients, register_gradient, schema_of
 from moe_core.ops.backend import Request, load, select
-from moe_core.ops.ffn.dropout import draw_seed
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, by_name, is_transposed
-from moe_core.ops.ffn.reference import plain_ffn
-
-_NUM_TENSORS = FFNInputs._fields.index("activation")
-_NUM_DIFFERENTIABLE = FFNInputs._fields.index("offsets")
-_GRADIENTS = ", ".join(["Tensor"] * _NUM_DIFFERENTIABLE)
-_SCHEMA = (
-    "Tensor rows, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? w3, Tensor? b3,"
-    " Tensor offsets, Tensor? noise, str activation, float dropout, str kernels"
+from moe_core.ops.combine.op import combine, dispatch
+from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
+from moe_core.ops.ffn.dropout import dropout_noise, dropout_seed
+from moe_core.ops.ffn.inputs import (
+    ExpertWeights,
+    FFNInputs,
+    MoEFFNInputs,
+    by_name,
+    is_transposed,
 )
+from moe_core.ops.ffn.linear import expert_linear
+from moe_core.ops.ffn.reference import feed_forward
+from moe_core.ops.int8_ffn.inputs import Int8Weights
+from moe_core.ops.int8_ffn.op import int8_ffn
+from moe_core.ops.plan.op import DispatchPlan, inverse_plan
 
 
 def expert_ffn(
     rows: Tensor,
-    weights: ExpertWeights,
+    weights: ExpertWeights | Int8Weights,
     offsets: Tensor,
     activation: str = "gelu",
     dropout: float = 0.0,
@@ -44,11 +51,12 @@ def expert_ffn(
     Args:
         rows: [N, M], the rows of expert 0 first. The computation is in their dtype.
         weights: may have another dtype than the rows. Their gradients have the dtype of the
-            weights. If no gradients are needed, the weights may be packed (`pack_weights`).
+            weights. If no gradients are needed, the weights may be packed (`pack_weights`) or in
+            int8 (`quantize_weights`, without dropout).
         offsets: [E] int32, the end of each expert's rows.
         activation: a name in moe_core.registry.ACTIVATIONS; for gated experts also a name in
             GATED_ACTIVATIONS.
-        dropout: the share of the activations that become 0, rounded to 1/65536.
+        dropout: the share of the activations that become 0. Kernels round it to 1/65536.
         kernels: see `backend.select`.
 
     Returns:
@@ -58,15 +66,99 @@ def expert_ffn(
         ValueError: the shapes or dtypes of the weights do not match each other, the rows or the
             offsets; or the activation is unknown.
     """
+    if isinstance(weights, Int8Weights):
+        return int8_ffn(rows, weights, offsets, activation, kernels)
     weights.check(activation, rows.shape[1], len(offsets))
     if in_transform(rows):
-        return plain_ffn(rows, weights, offsets, activation, dropout)
+        return feed_forward(rows, weights, offsets, activation, dropout)
+    form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
+    if form == "ffn.triton":
+        order = torch.arange(rows.shape[0], device=rows.device)
+        slots = order.unsqueeze(1)
+        plan = DispatchPlan(order, offsets, slots, None, offsets)
+        return _by_triton(rows, None, weights, plan, activation, dropout, None)
+    if form == "ffn.reference":
+        return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     noise = None
     if dropout > 0:
-        noise = torch.ops.moe_core.dropout_noise(rows, weights.w1, activation, kernels)
-    inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels)
-    keep_hidden = inputs.needs_gradients() and torch.is_grad_enabled()
-    return torch.ops.moe_core.expert_ffn(*inputs, keep_hidden)[0]
+        noise = dropout_noise(rows, weights.w1)
+    keep_hidden = _needs_gradients(rows, *weights)
+    inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels, keep_hidden)
+    return torch.ops.moe_core.expert_ffn(*inputs)[0]
+
+
+def moe_ffn(
+    tokens: Tensor,
+    gates: Tensor | None,
+    weights: ExpertWeights | Int8Weights,
+    plan: DispatchPlan,
+    activation: str = "gelu",
+    dropout: float = 0.0,
+    kernels: str = "auto",
+    casts: ExpertWeights | None = None,
+) -> Tensor:
+    """`y_t = sum_k gates_tk * expert_tk(tokens_t)` over the kept choices.
+
+    Differentiable in tokens, gates and weights.
+
+    Args:
+        tokens: [T, M]. The computation is in their dtype.
+        gates: [T, K]. None: all 1. The plan must then be a permutation: K = 1, nothing is dropped.
+        weights, activation, dropout, kernels: see `expert_ffn`.
+        plan: the dispatch plan of these tokens.
+        casts: w1, w2 and w3 in the dtype of the tokens, if they have been cast before.
+
+    Returns:
+        [T, M] in the wider dtype of tokens and gates.
+
+    Raises:
+        ValueError: as `expert_ffn`.
+    """
+    if isinstance(weights, ExpertWeights) and not in_transform(tokens):
+        weights.check(activation, tokens.shape[1], len(plan.offsets))
+        w1 = weights.w1
+        form = _form(tokens.device.type, tokens.dtype, w1.dtype, activation, kernels)
+        if form == "ffn.triton":
+            return _by_triton(tokens, gates, weights, plan, activation, dropout, casts)
+    rows = dispatch(tokens, plan, kernels)
+    rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
+    if gates is None:
+        return dispatch(rows, inverse_plan(plan), kernels)
+    return combine(rows, gates, plan, kernels)
+
+
+def _by_triton(
+    tokens: Tensor,
+    gates: Tensor | None,
+    weights: ExpertWeights,
+    plan: DispatchPlan,
+    activation: str,
+    dropout: float,
+    casts: ExpertWeights | None,
+) -> Tensor:
+    # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
+    # only once, to the dtype of the parameters.
+    if weights.w1.dtype == tokens.dtype:
+        casts = None
+    elif casts is None or casts.w1.dtype != tokens.dtype:
+        casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
+    seed = None
+    if dropout > 0:
+        seed = dropout_seed(tokens)
+    matrices: tuple[Tensor | None, ...] = (None, None, None)
+    if casts is not None:
+        matrices = (casts.w1, casts.w2, casts.w3)
+    rest = (seed, activation, dropout, _needs_gradients(tokens, gates, *weights))
+    inputs = MoEFFNInputs(tokens, gates, *weights, *matrices, *plan[:4], *rest)
+    return torch.ops.moe_core.moe_ffn(*inputs)[0]
+
+
+def casts_weights(
+    weight: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
+) -> bool:
+    """Whether `moe_ffn` casts weights like `weight` for tokens of `dtype`."""
+    form = _form(weight.device.type, dtype, weight.dtype, activation, kernels)
+    return weight.dtype != dtype and form == "ffn.triton"
 
 
 def pack_weights(
@@ -80,10 +172,9 @@ def pack_weights(
     """
     w1 = weights.w1
     form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
-    pack = getattr(form, "pack_weights", None)
-    if pack is None:
+    if form != "ffn.cpp":
         return None
-    return pack(weights, dtype, kernels)
+    return load(form).pack_weights(weights, dtype, kernels)
 
 
 def product_dtype(
@@ -91,123 +182,113 @@ def product_dtype(
 ) -> torch.dtype:
     """The dtype in which weights like `weight` are multiplied with rows of `dtype`."""
     form = _form(weight.device.type, dtype, weight.dtype, activation, kernels)
-    of_form = getattr(form, "product_dtype", None)
-    if of_form is None:
+    if form != "ffn.cpp":
         return dtype
-    return of_form(dtype, kernels)
-
-
-# 1. Ops
+    return load(form).product_dtype(dtype, kernels)
 
 
 def _form(
     device: str, dtype: torch.dtype, weight_dtype: torch.dtype, activation: str, kernels: str
-) -> ModuleType:
+) -> str:
     request = Request(kernels, device, dtype, weight_dtype=weight_dtype, activation=activation)
-    return load(select("ffn", request))
+    return select("ffn", request)
 
 
-def _form_of(inputs: FFNInputs) -> ModuleType:
-    rows = inputs.rows
-    return _form(rows.device.type, rows.dtype, inputs.w1.dtype, inputs.activation, inputs.kernels)
+def _needs_gradients(*tensors: Tensor | None) -> bool:
+    needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return needed and torch.is_grad_enabled()
 
 
-def _has_seeded_dropout(form: ModuleType) -> bool:
-    return getattr(form, "SEEDED_DROPOUT", False)
+# 1. Ops, with fake kernels, FLOPs and autograd
 
 
-def _hidden_size(rows: Tensor, w1: Tensor, activation: str, kernels: str):
-    """The number of elements of a hidden layer that the form keeps: an integer or a symbol."""
-    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
-    num_experts, hidden_dim, _ = w1.shape
-    return form.hidden_rows(rows.shape[0], num_experts, rows.dtype) * hidden_dim
+def _register(
+    name: str, inputs_type: type, form: str, plain: Callable, transposed_gradients: bool
+) -> None:
+    """Register the op `name` with the arguments `inputs_type`, and its backward op.
+
+    Args:
+        form: the module that computes both.
+        plain: the op's output in plain torch, of the same arguments.
+        transposed_gradients: whether gradients have the memory order of transposed weights.
+    """
+    make = inputs_type._make  # type: ignore[attr-defined]
+    fields = inputs_type._fields  # type: ignore[attr-defined]
+    schema = schema_of(inputs_type)
+    num_differentiable = fields.index("b3") + 1
+    gradients = ", ".join(["Tensor"] * num_differentiable)
+
+    @torch.library.custom_op(
+        f"moe_core::{name}", mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)"
+    )
+    def forward(*arguments):
+        """The output, and the hidden layer [N, H] before the activation if it is kept.
+
+        For gated experts the hidden layer is [2 N, H]: the products with w1, then those with w3.
+        """
+        return load(form).forward(make(arguments))
+
+    @torch.library.custom_op(
+        f"moe_core::{name}_backward",
+        mutates_args=(),
+        # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
+        schema=f"(Tensor grad, bool[] needs, {schema}, Tensor hidden) -> ({gradients})",
+    )
+    def backward(grad, needs, *arguments):
+        """Gradients of the fields up to b3; empty where `needs` is False."""
+        inputs, hidden = make(arguments[:-1]), arguments[-1]
+        computed = load(form).backward(inputs, grad, hidden, needs)
+        return tuple(grad.new_empty(0) if g is None else g for g in computed)
+
+    @forward.register_fake
+    def _(*arguments):
+        inputs = make(arguments)
+        tokens, dtype = inputs[0], inputs[0].dtype
+        gates = getattr(inputs, "gates", None)
+        if gates is not None:
+            dtype = torch.promote_types(dtype, gates.dtype)
+        num_kept = 0
+        if inputs.keep_hidden:
+            num_kept = _rows_of(inputs).shape[0] * inputs.weights.num_kept
+        hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
+        return tokens.new_empty(tokens.shape, dtype=dtype), hidden
+
+    @backward.register_fake
+    def _(grad, needs, *arguments):
+        inputs = make(arguments[:-1])
+        computed = empty_gradients(grad, inputs[:num_differentiable], needs)
+        layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
+        for field, like in layouts.items():
+            place = fields.index(field)
+            if transposed_gradients and needs[place] and is_transposed(like):
+                gradient = computed[place]
+                computed[place] = gradient.new_empty(gradient.mT.shape).mT
+        return tuple(computed)
+
+    @register_flop_formula(getattr(torch.ops.moe_core, name))
+    def _(*shapes, out_shape=None, **kwargs) -> int:
+        inputs = make(shapes)
+        return (1 + inputs.weights.num_kept) * _flops_of_product(inputs)
+
+    @register_flop_formula(getattr(torch.ops.moe_core, f"{name}_backward"))
+    def _(grad_shape, needs, *shapes, out_shape=None, **kwargs) -> int:
+        inputs = make(shapes[:-1])
+        needs_weights = needs[fields.index("w1") : num_differentiable]
+        is_gated = inputs.w3 is not None
+        return backward_products(needs[0], needs_weights, is_gated) * _flops_of_product(inputs)
+
+    backward_op = getattr(torch.ops.moe_core, f"{name}_backward")
+    register_gradient(name, num_differentiable, backward_op, plain, saved_outputs=(1,))
 
 
-@torch.library.custom_op(
-    "moe_core::expert_ffn",
-    mutates_args=(),
-    schema=f"({_SCHEMA}, bool keep_hidden) -> (Tensor, Tensor)",
-)
-def _expert_ffn(*arguments):
-    """out [N, M] and the hidden layer before the activation in the form's layout, if it is kept."""
-    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
-    return _form_of(inputs).forward(inputs, keep_hidden)
+def _rows_of(inputs):
+    """A tensor (or a shape) whose first dimension is that of the rows."""
+    return getattr(inputs, "choices", inputs[0])
 
 
-@torch.library.custom_op(
-    "moe_core::expert_ffn_backward",
-    mutates_args=(),
-    # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
-    schema=f"(Tensor grad, Tensor hidden, bool[] needs, {_SCHEMA}) -> ({_GRADIENTS})",
-)
-def _expert_ffn_backward(grad, hidden, needs, *fields):
-    """Gradients of the rows and of the fields of ExpertWeights; empty where `needs` is False."""
-    inputs = FFNInputs._make(fields)
-    gradients = _form_of(inputs).backward(inputs, grad.contiguous(), hidden, needs)
-    return tuple(inputs.rows.new_empty(0) if g is None else g for g in gradients)
-
-
-@torch.library.custom_op(
-    "moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def _dropout_noise(rows: Tensor, w1: Tensor, activation: str, kernels: str) -> Tensor:
-    """The noise, int16, one value for each element of the hidden layer; or the form's seed."""
-    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
-    if _has_seeded_dropout(form):
-        return draw_seed(rows.device)
-    size = rows.shape[0] * w1.shape[1]  # in every dtype the same, so that the masks are the same
-    # Each int64 from the generator gives four int16, because the generator is slow on a CPU.
-    draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
-    return draws.random_(-(2**63), None).view(torch.int16)[:size]
-
-
-@_expert_ffn.register_fake
-def _(*arguments):
-    inputs, keep_hidden = FFNInputs._make(arguments[:-1]), arguments[-1]
-    rows = inputs.rows
-    size = 0
-    if keep_hidden:
-        size = _hidden_size(rows, inputs.w1, inputs.activation, inputs.kernels)
-        size = size * inputs.num_kept
-    return rows.new_empty(rows.shape), rows.new_empty(size)
-
-
-@_expert_ffn_backward.register_fake
-def _(grad, hidden, needs, *fields):
-    gradients = empty_gradients(grad, fields[:_NUM_DIFFERENTIABLE], needs)
-    inputs = FFNInputs._make(fields)
-    if not getattr(_form_of(inputs), "TRANSPOSED_GRADIENTS", False):
-        return tuple(gradients)
-    layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
-    for name, like in layouts.items():
-        place = FFNInputs._fields.index(name)
-        if needs[place] and is_transposed(like):
-            gradient = gradients[place]
-            gradients[place] = gradient.new_empty(gradient.mT.shape).mT
-    return tuple(gradients)
-
-
-@_dropout_noise.register_fake
-def _(rows, w1, activation, kernels):
-    form = _form(rows.device.type, rows.dtype, w1.dtype, activation, kernels)
-    if _has_seeded_dropout(form):
-        return rows.new_empty(1, dtype=torch.int64)
-    return rows.new_empty(rows.shape[0] * w1.shape[1], dtype=torch.int16)
-
-
-@register_flop_formula(torch.ops.moe_core.expert_ffn)
-def _flops(rows_shape, w1_shape, b1, w2, b2, w3, *others, out_shape=None, **kwargs) -> int:
-    num_products = 2 if w3 is None else 3
-    return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
-
-
-@register_flop_formula(torch.ops.moe_core.expert_ffn_backward)
-def _backward_flops(
-    grad_shape, hidden_shape, needs, rows_shape, w1_shape, b1, w2, b2, w3, *others,
-    out_shape=None, **kwargs,
-) -> int:  # fmt: skip
-    num_products = backward_products(needs[0], needs[1:], w3 is not None)
-    return 2 * num_products * rows_shape[0] * w1_shape[1] * w1_shape[2]
+def _flops_of_product(shapes) -> int:
+    _, hidden_dim, model_dim = shapes.w1
+    return 2 * _rows_of(shapes)[0] * hidden_dim * model_dim
 
 
 def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bool) -> int:
@@ -223,7 +304,7 @@ def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bo
     return num_products
 
 
-def check_dropout(dropout: float) -> None:
+def _check_dropout(dropout: float) -> None:
     """Raise ValueError with dropout, which second derivatives do not support."""
     if dropout > 0:
         raise ValueError(
@@ -231,10 +312,19 @@ def check_dropout(dropout: float) -> None:
         )
 
 
-def _plain(*fields) -> Tensor:
+def _plain_expert_ffn(*fields) -> Tensor:
     inputs = FFNInputs._make(fields)
-    check_dropout(inputs.dropout)
-    return plain_ffn(inputs.rows, inputs.weights, inputs.offsets, inputs.activation)
+    _check_dropout(inputs.dropout)
+    return feed_forward(inputs.rows, inputs.weights, inputs.offsets, inputs.activation)
 
 
-register_backward("expert_ffn", FFNInputs, _NUM_TENSORS, _NUM_DIFFERENTIABLE, _plain)
+def _plain_moe_ffn(*fields) -> Tensor:
+    inputs = MoEFFNInputs._make(fields)
+    _check_dropout(inputs.dropout)
+    rows = dispatch_rows(inputs.tokens, inputs.choices, inputs.slots.shape[1])
+    rows = feed_forward(rows, inputs.weights, inputs.offsets, inputs.activation)
+    return plain_sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
+
+
+_register("expert_ffn", FFNInputs, "ffn.cpp", _plain_expert_ffn, transposed_gradients=True)
+_register("moe_ffn", MoEFFNInputs, "ffn.triton", _plain_moe_ffn, transposed_gradients=False)

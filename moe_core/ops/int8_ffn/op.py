@@ -16,8 +16,6 @@ from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Weights
 from moe_core.ops.int8_ffn.reference import quantize_weight
-from moe_core.ops.moe_ffn import composed
-from moe_core.ops.plan.op import DispatchPlan
 
 
 def int8_ffn(
@@ -43,22 +41,6 @@ def int8_ffn(
         raise ValueError("int8_ffn has no derivatives and no torch.func transforms: use expert_ffn")
     tensors = weights.tensors()
     return torch.ops.moe_core.int8_ffn(rows, tensors, offsets, activation, kernels)
-
-
-def int8_moe_ffn(
-    tokens: Tensor,
-    gates: Tensor | None,
-    weights: Int8Weights,
-    plan: DispatchPlan,
-    activation: str = "gelu",
-    kernels: str = "auto",
-) -> Tensor:
-    """`moe_ffn` with int8 weights (`quantize_weights`), without gradients and dropout."""
-
-    def ffn(rows: Tensor) -> Tensor:
-        return int8_ffn(rows, weights, plan.offsets, activation, kernels)
-
-    return composed.moe_ffn(tokens, gates, ffn, plan, kernels)
 
 
 def quantize_weights(

@@ -290,6 +290,6 @@ def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, cap
         forms = [select("ffn", request) for _ in range(2)]
     finally:
         native_library.chosen.cache_clear()
-    assert forms == ["ffn.loop" if damaged else "ffn.cpp"] * 2
+    assert forms == ["ffn.reference" if damaged else "ffn.cpp"] * 2
     assert caplog.text.count("C++ does not compile") == damaged
     assert ("no-such-compiler" in caplog.text) == damaged

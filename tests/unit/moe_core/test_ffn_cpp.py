@@ -14,7 +14,7 @@ from moe_core.choices import CPU_KERNELS
 from moe_core.ops import ExpertWeights, backend, expert_ffn
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
-from moe_core.ops.ffn import loop
+from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.native import instruction_sets, library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
@@ -108,25 +108,19 @@ def test_what_is_not_finite_stays_so(dtypes, kernels):
 
 
 @each_dtype
-def test_dropout_is_the_loop_s(dtypes, kernels):
-    """The same noise in each kernel's own order of the hidden layer gives the same output and
-    gradients."""
+def test_dropout_follows_its_noise_in_both_directions(dtypes, kernels):
     rows, weights, ends, grad = ffn_inputs([33, 0, 47], 40, 64, dtypes, gated=False)
-    noise = OPS.dropout_noise(rows, weights.w1, "gelu", kernels)
-    inputs = FFNInputs(rows, *weights, ends, noise, "gelu", 0.3, kernels)
+    noise = OPS.dropout_noise(rows, weights.w1)
+    threshold, scale = Dropout.of(0.3)
+    kept = (noise.view(80, 64) >= threshold).double() * scale
+    expected = by_reference(rows, weights, ends, grad, "gelu", kept)
+    inputs = FFNInputs(rows, *weights, ends, noise, "gelu", 0.3, kernels, True)
+    out, hidden = OPS.expert_ffn(*inputs)
     needs = [True] * 5 + [False] * 2
-    out, hidden = OPS.expert_ffn(*inputs, True)
-    found = [out, *OPS.expert_ffn_backward(grad, hidden, needs, *inputs)[:5]]
-    for_loop = torch.zeros_like(noise)
-    for group in loop._Groups(rows, ends, weights.w1):
-        noise_of_group = noise.view(-1, 64)[group.start : group.end].t()
-        for_loop[64 * group.start : 64 * group.end] = noise_of_group.flatten()
-    inputs = inputs._replace(noise=for_loop)
-    out, hidden = loop.forward(inputs, True)
-    expected = [out, *loop.backward(inputs, grad, hidden, needs)[:5]]
+    found = [out, *OPS.expert_ffn_backward(grad, needs, *inputs, hidden)[:5]]
     for a, b in zip(found, expected, strict=True):
         limit = TOLERANCES[dtypes[0]] * b.abs().max().item()
-        torch.testing.assert_close(a, b, rtol=0, atol=limit)
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 3400), (2112, 40)])
@@ -169,17 +163,17 @@ def test_weights_of_two_dtypes_or_shapes_are_refused():
 
 def test_other_dtypes_and_devices_are_left_to_others():
     fp16, fp32 = torch.float16, torch.float32
-    assert form((torch.float64, torch.float64)) == "ffn.loop"
-    assert form((fp16, fp32)) == "ffn.loop"
-    assert form((fp32, torch.bfloat16)) == "ffn.loop"
-    assert form((fp32, torch.int16)) == "ffn.loop"  # packed bf16
-    assert form(FP32, "meta") == "ffn.loop"
+    assert form((torch.float64, torch.float64)) == "ffn.reference"
+    assert form((fp16, fp32)) == "ffn.reference"
+    assert form((fp32, torch.bfloat16)) == "ffn.reference"
+    assert form((fp32, torch.int16)) == "ffn.reference"  # packed bf16
+    assert form(FP32, "meta") == "ffn.reference"
 
 
 @pytest.mark.usefixtures("forget_libraries")
-def test_a_cpu_without_the_instructions_is_left_to_the_loop(monkeypatch):
+def test_a_cpu_without_the_instructions_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(library, "sets_of_cpu", list)
-    assert [form(dtypes) for dtypes in (FP32, MIXED, BF16)] == ["ffn.loop"] * 3
+    assert [form(dtypes) for dtypes in (FP32, MIXED, BF16)] == ["ffn.reference"] * 3
 
 
 @pytest.mark.usefixtures("forget_libraries")

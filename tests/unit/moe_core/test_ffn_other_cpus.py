@@ -4,16 +4,14 @@ emulated in C++, and with the address sanitizer."""
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from ffn_cases import plain_experts
 from kernel_programs import KernelProgram, raw, run_program
 
-from moe_core.activations import clamped_swiglu
-from moe_core.ops.ffn import reference
+from moe_core.ops import ExpertWeights
+from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 PROGRAM = KernelProgram("experts.cpp", "ffn.cpp")
-# in the order of their numbers in C++; the last one is of gated experts
-ACTIVATIONS = (F.gelu, F.relu, F.silu, clamped_swiglu)
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -35,7 +33,7 @@ def run_case(
     experts, num_rows = len(sizes), sum(sizes)
     activation = int(generator.integers(3 + gated))
     layout = 0 if packed else int(generator.integers(3))
-    if dtype == torch.bfloat16 and ACTIVATIONS[activation] is F.relu:
+    if dtype == torch.bfloat16 and KERNEL_ACTIVATIONS[activation] == "relu":
         activation = 0  # a sum near 0 may round to the other side, where relu's slope differs
     threads = int(generator.integers(1, 4))
 
@@ -65,8 +63,7 @@ def run_case(
     output = run_program(command, problem)
     used_weights = (rows, w1, b1, w2, b2, w3, b3) if gated else (rows, w1, b1, w2, b2)
     leaves = [t.double().requires_grad_() for t in used_weights]
-    of_gate = leaves[5:]
-    out = reference.expert_ffn(*leaves[:5], ends, ACTIVATIONS[activation], None, *of_gate)
+    out = plain_experts(leaves[0], ExpertWeights(*leaves[1:]), ends, KERNEL_ACTIVATIONS[activation])
     by_rows, by_w1, by_b1, by_w2, by_b2, *by_gate = torch.autograd.grad(out, leaves, grad.double())
     if layout > 0:
         by_w2 = by_w2.mT

@@ -6,14 +6,12 @@ whole layer, and what cannot be. `test_ffn_forms` has the op."""
 import pytest
 import torch
 import torch.nn.functional as F
-from ffn_cases import FP32, ffn_inputs, outcome
-from moe_cases import make_layer
+from ffn_cases import FP32, ffn_inputs, outcome, plain_experts
+from moe_cases import make_layer, plain_moe
 
 from moe_core import MoEConfig, MoELayer, prepared, register_activation, register_gated_activation
 from moe_core.export import StandardMoE
 from moe_core.ops import expert_ffn, make_plan, moe_ffn
-from moe_core.ops.ffn import reference
-from moe_core.ops.moe_ffn import reference as moe_ffn_reference
 from moe_core.parallel.cost_model import LayerShape
 from moe_core.registry import ACTIVATIONS, GATED_ACTIVATIONS
 from moe_core.tutel import to_tutel
@@ -33,8 +31,7 @@ def test_a_registered_function_of_both_products(monkeypatch):
         return expert_ffn(rows, weights, ends, "test_difference")
 
     def specification(rows, weights):
-        w1, b1, w2, b2, w3, b3 = weights
-        return reference.expert_ffn(rows, w1, b1, w2, b2, ends, difference, None, w3, b3)
+        return plain_experts(rows, weights, ends, difference)
 
     found = outcome(by_name, rows, weights, grad)
     torch.testing.assert_close(found, outcome(specification, rows, weights, grad))
@@ -57,10 +54,7 @@ def test_the_whole_layer_equals_its_specification(top_k):
         return moe_ffn(tokens, gates, weights, make_plan(ids, 4, capacity), "silu")
 
     def specification(tokens, weights):
-        w1, b1, w2, b2, w3, b3 = weights
-        return moe_ffn_reference.moe_ffn(
-            tokens, ids, gates, w1, b1, w2, b2, F.silu, capacity, None, w3, b3
-        )
+        return plain_moe(tokens, ids, gates, weights, "silu", capacity)
 
     found = outcome(layer, tokens, weights, grad)
     torch.testing.assert_close(found, outcome(specification, tokens, weights, grad))

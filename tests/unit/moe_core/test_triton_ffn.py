@@ -7,13 +7,12 @@ They run on a GPU, and under the interpreter in a process that `test_under_the_i
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
 import copy
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from ffn_cases import FUNCTIONS, assert_close, ffn_inputs, seeded_noise
+import torch.nn.functional as F
+from ffn_cases import assert_close, ffn_inputs, plain_experts, seeded_noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
@@ -24,8 +23,7 @@ from moe_core import MoEConfig, MoELayer, cast_ahead
 from moe_core.experts import Experts
 from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn
 from moe_core.ops.backend import Request, select
-from moe_core.ops.ffn import reference
-from moe_core.ops.moe_ffn.inputs import MoEFFNInputs
+from moe_core.ops.ffn.inputs import MoEFFNInputs
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
@@ -86,10 +84,9 @@ class Case:
         choices, offsets, slots, used, _ = self.plan
 
         def run(tokens, weights, gates):
-            w1, b1, w2, b2, w3, b3 = weights
             rows = tokens[choices // slots.shape[1]]
-            function = FUNCTIONS[activation]
-            rows = reference.expert_ffn(rows, w1, b1, w2, b2, offsets, function, kept, w3, b3)
+            used_rows = plain_experts(rows, weights, offsets, activation, kept)
+            rows = F.pad(used_rows, (0, 0, 0, len(rows) - len(used_rows)))
             factors = torch.ones_like(slots, dtype=torch.float64) if gates is None else gates
             if used is not None:
                 factors = factors * used
@@ -150,7 +147,7 @@ class TestKernels:
         case = Case(33, capacity=10, bias=False, gated=gated)
         case.tokens *= 4  # beyond the limits of the clamped one
         request = Request("triton", DEVICE, torch.float32, activation=activation)
-        assert select("moe_ffn", request) == "moe_ffn.triton"
+        assert select("ffn", request) == "ffn.triton"
         assert_close(case.found(activation), case.expected(activation), torch.float32)
 
     @pytest.mark.slow
@@ -200,7 +197,7 @@ class TestKernels:
         request = Request("triton", DEVICE, dtype, torch.float32, activation="gelu")
         assert select("ffn", request) == "ffn.triton"
         torch.manual_seed(3)
-        seed = OPS.dropout_noise(case.tokens, case.weights.w1, "gelu", "triton")
+        seed = OPS.dropout_seed(case.tokens)
         kept = None
         if dropout:
             kept = ((seeded_noise(seed, len(case.tokens), 40) >= -16384) / 0.75).double()
@@ -211,9 +208,7 @@ class TestKernels:
             return expert_ffn(rows, weights, ends, "gelu", dropout, "triton")[:used]
 
         def specification(rows, weights, gates):
-            w1, b1, w2, b2, w3, b3 = weights
-            function, ends = FUNCTIONS["gelu"], case.plan.offsets
-            return reference.expert_ffn(rows, w1, b1, w2, b2, ends, function, kept, w3, b3)[:used]
+            return plain_experts(rows, weights, case.plan.offsets, "gelu", kept)
 
         found = case.outcome(by_triton, case.tensors())
         expected = case.outcome(specification, [t.double() for t in case.tensors()])
@@ -261,11 +256,11 @@ class TestKernels:
         seed = OPS.dropout_seed(case.tokens)
         inputs = (case.tokens, case.gates, *case.weights)
         leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
-        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5)
-        torch.library.opcheck(OPS.moe_ffn.default, (*leaves, *rest, True), test_utils=CHEAP_CHECKS)
-        hidden = OPS.moe_ffn(*inputs, *rest, True)[1]
+        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5, True)
+        torch.library.opcheck(OPS.moe_ffn.default, (*leaves, *rest), test_utils=CHEAP_CHECKS)
+        hidden = OPS.moe_ffn(*inputs, *rest)[1]
         needs = [True, False, True, True, False, True, gated, False]
-        arguments = (case.grad, hidden, needs, *inputs, *rest)
+        arguments = (case.grad, needs, *inputs, *rest, hidden)
         torch.library.opcheck(OPS.moe_ffn_backward.default, arguments, test_utils=CHEAP_CHECKS)
 
     def test_the_backward_pass_keeps_tokens_and_one_hidden_layer(self):
@@ -285,20 +280,6 @@ class TestKernels:
         router, experts = 2 * 13 * 6 * 4, 2 * 2 * 13 * 2 * 6 * 10
         assert counter.get_total_flops() == 3 * (router + experts)
 
-    @pytest.mark.slow  # TRITON_INTERPRET=1 pytest -m slow <this file>
-    def test_the_benchmark_of_tiles_runs(self, tmp_path, monkeypatch):
-        monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-        import tiles
-
-        monkeypatch.setattr(tiles, "SMALL", tiles.SMALL[:1])
-        monkeypatch.setattr(tiles, "LARGE", tiles.LARGE[:1])
-        output = tmp_path / "found.json"
-        where = ["--device", DEVICE, "--dtype", str(HALF).removeprefix("torch.")]
-        tiles.main([*where, "--shapes", "70x16x4x2", "--rounds", "1", "--output", str(output)])
-        (table,) = json.loads(output.read_text())["tables"].values()
-        names = [row[1].split()[0] for row in table["rows"]]
-        assert names == ["in", "64", "128", "small", "large", "F.grouped_mm"]
-
     def test_layer_takes_them_for_the_dtypes_they_are_for(self):
         for kernels, dtype, taken in (
             ("triton", torch.float32, True),
@@ -308,8 +289,8 @@ class TestKernels:
             ("auto", torch.float32, not INTERPRETED),
             ("auto", HALF, not INTERPRETED),
         ):
-            form = select("moe_ffn", Request(kernels, DEVICE, dtype, activation="gelu"))
-            assert (form == "moe_ffn.triton") == taken
+            form = select("ffn", Request(kernels, DEVICE, dtype, activation="gelu"))
+            assert (form == "ffn.triton") == taken
 
     @pytest.mark.parametrize(
         "options",
@@ -419,7 +400,7 @@ def test_kernels_compile_without_a_gpu(
 ):
     """For an H100, an A100 and an RTX 4090, within the shared memory of a program there."""
     pytest.importorskip("triton")
-    from moe_core.ops.moe_ffn import triton as triton_ffn
+    from moe_core.ops.ffn import triton as triton_ffn
 
     compiled, tiles = compile_launches(monkeypatch, architecture), triton_ffn.tiles
     monkeypatch.setattr(
@@ -432,8 +413,8 @@ def test_kernels_compile_without_a_gpu(
     b = torch.zeros(4, 2048)
     weights = ExpertWeights(w, b, w, torch.zeros(4, 384), *((w, b) if gated else (None, None)))
     casts = (None, None, None)
-    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "silu", 0.0)
-    y, hidden = triton_ffn.forward(inputs, True)
+    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "silu", 0.0, True)
+    y, hidden = triton_ffn.forward(inputs)
     triton_ffn.backward(inputs, y, hidden, [True] * 6 + [gated] * 2)
     assert len(compiled) == 7
     for name, kernel in compiled.items():

@@ -23,7 +23,7 @@ in a fixed order of additions and without atomic operations, so runs repeat bit 
 import triton
 import triton.language as tl
 
-from moe_core.ops.moe_ffn.triton_activations import activation, dropout_factors, gated_activation
+from moe_core.ops.ffn.triton_activations import activation, dropout_factors, gated_activation
 
 # 1. Blocks of rows
 
