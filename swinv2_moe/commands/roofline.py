@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
 
 
 def table_of(result: Roofline) -> Table:
-    from swinv2_moe.measure.roofline import PHASES
+    from swinv2_moe.measure.phases import PHASES
 
     titles = [
         "phase",
@@ -85,7 +85,11 @@ def table_of(result: Roofline) -> Table:
         row = [name, median_and_spread(phase.times, 2)]
         row.append("-" if share is None else f"{share:.1%}")
         row += [f"{amount:,.3g}" if amount else "-" for amount in amounts]
-        rows.append(row + [bound, f"{of_roof:.1%}"])
+        if not bound:
+            row += ["-", "-"]
+        else:
+            row += [bound, f"{of_roof:.1%}"]
+        rows.append(row)
     return number_table(titles, rows, text_columns=["phase", "bound by"], markdown=True)
 
 
@@ -102,11 +106,13 @@ def show(result: Roofline) -> None:
             unit = "FLOP/s"
         console.print(f"peak: {peak.rate / 1e9:,.2f} G{unit}, {peak.what}")
     console.print(table_of(result))
-    accounted = [100 * share for share in result.accounted()]
+    exchange = ""
+    if "exchange" in result.phases:
+        exchange = " A part of the exchange runs beside other work; waiting for it counts as other."
     console.print(
-        f"whole step: {median_and_spread(result.step, 2)} ms; its phases, measured alone, add up to"
-        f" {median_and_spread(accounted, 1)}% of it. Data are read in parallel. Saving a checkpoint"
-        f" stops training for {result.stall:.2f} s."
+        f"whole step: {median_and_spread(result.step, 2)} ms; the times of its phases are torch's"
+        f" profiler's.{exchange} Data are read in parallel. Saving a checkpoint stops training for"
+        f" {result.stall:.2f} s."
     )
     if any(phase.bound()[1] > 1 for phase in result.phases.values()):
         console.print("above 100% of a roof: the data were already in a cache")
@@ -120,11 +126,10 @@ def main() -> None:
     config = repeatable_step(args.cfg, args.opts, args.data, args.batch_size)
     output = output_directory(args.output)
     from swinv2_moe.measure import roofline
-    from swinv2_moe.measure.roofline_figure import draw
 
     result = roofline.measure(config, output, args.rounds, args.warmup)
     if result is None:  # not the main rank
         return
     show(result)
-    draw(result, output / "roofline.png")
+    roofline.draw(result, output / "roofline.png")
     write_results(output / "roofline.json", result.record())

@@ -1,167 +1,300 @@
-"""The phases of a training step as separate, repeatable tasks, with their FLOPs and bytes counted.
+"""The phases of a training step: which operators belong to each, their time, FLOPs and bytes.
 
-The input of each phase is recorded from one real batch. Each phase runs forward and backward:
+The phase of an operator of the forward pass follows from the module that calls it and from its
+name. An operator of the backward pass has the phase of the operator that it differentiates, by
+autograd's sequence numbers. What runs after the backward pass belongs to the optimiser.
+
+- trunk: everything that is not listed below.
+- router: logits, choice, auxiliary loss, plan of rows, and all else of an MoE layer.
+- dispatch: tokens to rows, and rows back to tokens. Where the experts' operator does this, too, it
+  counts as experts.
+- experts: their products and activations.
+- exchange: the collectives, each from its start to its end. In a step without the profiler a part
+  of them runs beside other work.
+- optimiser: norm and clipping of the gradients, and the update.
+- other: the remaining time of a step, such as Python, launches and waiting for the exchange.
+
+Two phases are no part of the step:
 
 - data: this process reads, decodes and augments a batch. In a run, DATA.NUM_WORKERS processes share
   this work.
-- trunk: the model with each MoE layer replaced by the identity, and the loss.
-- router: logits, choice, auxiliary loss and the plan of rows. A layer of width 1 runs behind the
-  real router, which gets the real tokens.
-- dispatch: tokens to rows, and rows back to tokens.
-- experts: their products and activations.
-- exchange: the collectives of a step one after the other, for any strategy: rows, numbers of rows
-  and expert weights, then the all-reduce of the shared gradients. A real step hides a part of the
-  exchange behind other work.
-- optimiser: the gradients' norm and clipping, and the update.
 - checkpoint: a whole save, until it is on the disk. Training waits only for a part of it.
 
 Counted on one rank:
 
-- FLOPs and memory: as in `swinv2_moe.measure.work`. FLOPs of dispatch and optimiser are computed by
-  formulas.
+- FLOPs: torch's formulas of its FLOP counter (products, convolutions, attention).
+- Memory: every operator reads each input tensor once and writes each output tensor once. A view
+  moves nothing. If results stay in a cache between two operators, less is moved, and the phase may
+  be faster than its roof.
 - Exchange: bytes sent to other ranks. An all-reduce of n bytes counts as 2 n (W - 1) / W.
 - Disk: bytes read for a batch's images (from a cache or not), and the size of the checkpoint's
   files.
 
-T tokens, M model dim, W ranks
+W ranks
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from moe_core import (
-    MoELayer,
-    average_expert_gradients,
-    clip_gradients,
-    expert_parameters,
-    moe_layers,
-)
-from moe_core.parallel import record_exchanges, replay
+from moe_core import moe_layers
 from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.data import Batch, Data
-from swinv2_moe.measure.work import Task, Work, counted, operator_name
-from swinv2_moe.models import MoEMlp
+from swinv2_moe.models import MoEModel
 from swinv2_moe.train.meta import describe
 from swinv2_moe.train.saver import Cost, Saver
 from swinv2_moe.train.step import TrainingStep
 
-_MOVES = ("moe_core::dispatch_rows", "moe_core::combine_rows")
-# FLOPs for each element of a row: forward, weight and add; backward, weight, and multiply and add
-# for the gate
-_COMBINE_FLOPS = 5
-# FLOPs and bytes per parameter in fp32. AdamW: decay 1, moments 3 and 4, denominator 3, update 3;
-# it reads parameter, gradient and both moments, and writes all but the gradient. SGD with
-# Nesterov's momentum: 2 each for decay, momentum, look-ahead and update; one moment less. Then the
-# square and sum of the norm, and the product of clipping.
-_UPDATE = {"adamw": (14, 28), "sgd": (8, 20)}
-_NORM, _CLIPPING = (2, 4), (1, 8)
+PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "other")
+PHASES += ("checkpoint",)
+
+_DISPATCH = ("moe_core::dispatch_rows", "moe_core::combine_rows", "moe_core::sum_rows")
+_RANGE = "phase: "  # before the name of a phase in the profiler
+# Operators that do not read the values of `self`: they use only its shape, or write to it.
+_UNREAD = {
+    "aten::copy_",
+    "aten::fill_",
+    "aten::zero_",
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::bernoulli_",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+}
 
 
-def _not_a_leaf(tensor: Tensor) -> Tensor:
-    """A view of `tensor`. FlopCounterMode's module hooks fail under autograd.grad if a module's
-    input is a leaf (torch 2.11)."""
-    return tensor.view_as(tensor)
+@dataclass(frozen=True)
+class Work:
+    """The computation and data movement of one rank."""
+
+    flops: float = 0.0
+    memory: float = 0.0  # bytes read and written
+    exchange: float = 0.0  # bytes sent to other ranks
+    disk: float = 0.0  # bytes
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-# Inputs of the MoE layers, recorded from one batch
+class Task(NamedTuple):
+    """A function and the work of one call."""
+
+    run: Callable[[], object]
+    work: Work
 
 
-@dataclass
-class Call:
-    """The inputs of one MoE layer in a forward pass."""
-
-    layer: MoELayer
-    x: Tensor  # [..., M]
-    options: dict
-    chunks: list["Chunk"] = field(default_factory=list)
+# The phases of a step
 
 
-class Chunk(NamedTuple):
-    """The inputs of the experts: sorted rows, and weights if they were gathered from other
-    ranks."""
+class Operators(TorchDispatchMode):
+    """A context for one training step, which finds the phase of each operator.
 
-    rows: Tensor  # [N, M]
-    offsets: Tensor
-    weights: tuple[Tensor | None, ...] | None  # ExpertWeights
+    Exchanges of MoE layers then run on this thread, where their operators are seen. All ranks enter
+    the context.
 
+    Args:
+        work: the work of each operator is added to its phase's; None: the profiler gets the phase
+            of each operator as a range around it.
+    """
 
-class _Moves(TorchDispatchMode):
-    """Records the calls of the operators that move rows."""
-
-    def __init__(self) -> None:
+    def __init__(self, model: MoEModel, work: dict[str, Work] | None = None) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable, tuple]] = []
+        self.model = model
+        self.work = work
+        self.modules: list[str] = []  # the phases of the modules that run, the innermost last
+        self.differentiated: dict[int, str] = {}  # phases by autograd's sequence number
+        self.is_after_forward = False
+        self.restore = ExitStack()
+
+    def __enter__(self):
+        for layer in moe_layers(self.model).values():
+            self._watch(layer, "router")
+            self._watch(layer.experts, "experts")
+            stream = layer.group.comm_stream
+            self.restore.callback(setattr, stream, "concurrent", stream.concurrent)
+            stream.concurrent = False
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.restore.close()
+        return super().__exit__(*error)
+
+    def _watch(self, module: nn.Module, phase: str) -> None:
+        def begin(*_) -> None:
+            self.modules.append(phase)
+
+        def end(*_) -> None:
+            self.modules.pop()
+
+        self.restore.callback(module.register_forward_pre_hook(begin).remove)
+        self.restore.callback(module.register_forward_hook(end, always_call=True).remove)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if operator_name(func) in _MOVES:
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        phase = self._phase(operator_name(func))
+        if self.work is None:
+            with record_function(_RANGE + phase):
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.work[phase] += work_of(func, args, kwargs, out)
+        return out
+
+    def _phase(self, name: str) -> str:
+        node = torch._C._current_autograd_node()  # None outside of a backward pass
+        self.is_after_forward |= node is not None
+        if name.startswith("c10d::"):
+            return "exchange"
+        if name in _DISPATCH:
+            phase = "dispatch"
+        elif self.modules:  # also where a backward pass computes a block again
+            phase = self.modules[-1]
+        elif node is not None:
+            return self.differentiated.get(node._sequence_nr(), "trunk")
+        elif self.is_after_forward:
+            return "optimiser"
+        else:
+            phase = "trunk"
+        # the node of this operator has the last number, if the operator is differentiated
+        self.differentiated.setdefault(torch.autograd._get_sequence_nr() - 1, phase)
+        return phase
 
 
-Moves = list[tuple[Callable, tuple]]  # operators and their arguments
+def count(model: MoEModel, run: Callable[[], object]) -> dict[str, Work]:
+    """The work of each phase in one step."""
+    work: dict[str, Work] = defaultdict(Work)
+    with Operators(model, work):
+        run()
+    return dict(work)
 
 
-def watch(step: TrainingStep, images: Tensor) -> tuple[list[Call], Moves]:
-    """Run one forward pass and record the inputs of each MoE layer, and the operators that moved
-    its rows with their arguments."""
-    calls: list[Call] = []
-
-    def layer_begins(layer: MoELayer, args: tuple, options: dict) -> None:
-        calls.append(Call(layer, args[0].detach(), options))
-
-    def experts_begin(experts: nn.Module, args: tuple, options: dict) -> None:
-        rows, offsets = args
-        # here `rows` are tokens, because dispatch is a part of the experts' op
-        if options.get("plan") is not None:
-            plan = options["plan"]
-            rows = rows.index_select(0, plan.choices // plan.slots.shape[1])
-        weights = None
-        if options.get("weights") is not None:  # gathered by a collective
-            gathered = options["weights"]()
-            weights = gathered._make(_detached(tensor) for tensor in gathered)
-        # without the undefined rows past the end
-        rows = rows[: int(offsets[-1])].detach().clone()
-        calls[-1].chunks.append(Chunk(rows, offsets, weights))
-
-    hooks = []
-    for layer in moe_layers(step.model).values():
-        hooks.append(layer.register_forward_pre_hook(layer_begins, with_kwargs=True))
-        hooks.append(layer.experts.register_forward_pre_hook(experts_begin, with_kwargs=True))
-    with _Moves() as moves, step.autocast():
-        step.model.forward_with_aux(images)
-    for hook in hooks:
-        hook.remove()
-    return calls, moves.calls
+def milliseconds(model: MoEModel, run: Callable[[], object], device: str) -> dict[str, float]:
+    """The time of each phase in one step, without "other": on a CPU of its operators, on a GPU of
+    their kernels."""
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    else:  # the profiler would print that it found no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    with profile(activities=activities, acc_events=True) as profiler, Operators(model):
+        run()
+    found: dict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        if event.name.startswith("gloo:") and device == "cpu":
+            found["exchange"] += event.time_range.elapsed_us() / 1e3
+        phase = event.name.removeprefix(_RANGE)
+        if phase == event.name or event.is_async:
+            continue
+        for operator in event.cpu_children:
+            if device == "cuda":
+                found[phase] += operator.device_time_total / 1e3
+            elif phase != "exchange":
+                found[phase] += operator.cpu_time_total / 1e3
+    return dict(found)
 
 
-@contextmanager
-def without_experts(model: nn.Module) -> Iterator[None]:
-    """A context in which each MoE layer is replaced by the identity."""
-    children = (
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-    )
-    places = [place for place in children if isinstance(place[2], MoEMlp)]
-    for parent, name, _ in places:
-        setattr(parent, name, nn.Identity())
-    try:
-        yield
-    finally:
-        for parent, name, child in places:
-            setattr(parent, name, child)
+# The work of an operator
 
 
-# The phases
+def work_of(func: Callable, args: tuple, kwargs: dict, out: object) -> Work:
+    """The FLOPs and bytes of one operator, by its arguments and its result."""
+    name = operator_name(func)
+    if name.startswith("c10d::"):
+        return Work(exchange=_sent_bytes(name, args))
+    flops = 0
+    if func._overloadpacket in flop_registry:
+        flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+    return Work(float(flops), float(_moved_bytes(func, args, kwargs, out)))
+
+
+def operator_name(func: Callable) -> str:
+    """The operator's name without the overload, such as aten::add."""
+    return func.name().partition(".")[0]
+
+
+def _sent_bytes(name: str, args: tuple) -> float:
+    """The bytes that a collective of torch.distributed sends from this rank to others."""
+    groups = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    if name == "c10d::allreduce_":
+        size, num_bytes = _size_of(groups[0]), sum(map(_size, args[0]))
+        return 2 * num_bytes * (size - 1) / size
+    if name == "c10d::_allgather_base_":
+        return _size(args[1]) * (_size_of(groups[0]) - 1)
+    if name == "c10d::_reduce_scatter_base_":
+        size = _size_of(groups[0])
+        return _size(args[1]) * (size - 1) / size
+    if name == "c10d::alltoall_base_":
+        group, splits = dist.ProcessGroup.unbox(groups[0]), args[4]
+        kept = 1 / group.size()
+        if splits:
+            kept = splits[group.rank()] / max(sum(splits), 1)
+        return _size(args[1]) * (1 - kept)
+    return 0.0
+
+
+def _size_of(group: torch.ScriptObject) -> int:
+    return dist.ProcessGroup.unbox(group).size()
+
+
+def _moved_bytes(func: Callable, args: tuple, kwargs: dict, out: object) -> int:
+    """Bytes that an operator reads and writes."""
+    name = operator_name(func)
+    if name.startswith(("aten::empty", "aten::new_empty")):
+        return 0  # allocates without writing
+    arguments = func._schema.arguments  # no public function tells which arguments are written
+    values = dict(kwargs)
+    for argument, value in zip(arguments, args, strict=False):
+        values[argument.name] = value
+    written = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+    # each tensor counts once, even if it is passed several times
+    read_tensors = {id(tensor): tensor for tensor in _tensors_in((args, kwargs))}
+    written_tensors = {id(tensor): tensor for tensor in _tensors_in(written)}
+    storages = {tensor.untyped_storage() for tensor in read_tensors.values()}
+    new_tensors = [t for t in _tensors_in(out) if t.untyped_storage() not in storages]
+    if not new_tensors and not written_tensors:
+        return 0  # a view
+    if name in _UNREAD:
+        read_tensors.pop(id(values.get("self")), None)
+    tensors = list(read_tensors.values()) + list(written_tensors.values()) + new_tensors
+    return sum(_size(tensor) for tensor in tensors)
+
+
+def _tensors_in(values: object) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors_in(list(values.values()))
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors_in(value)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor; repeated elements of an expanded tensor count once."""
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(length for length, stride in lengths if stride)
+
+
+# Data and checkpoint
 
 
 def data(batches: Iterator[Batch]) -> Task:
@@ -193,167 +326,6 @@ def bytes_read(work: Callable[[], object]) -> int:
     before = so_far()
     work()
     return max(so_far() - before - overhead, 0)
-
-
-def trunk(step: TrainingStep, batch: Batch) -> Task:
-    """Forward pass, cross-entropy and backward pass of the trunk."""
-    model, smoothing = step.model, step.config.label_smoothing
-    with without_experts(model):
-        parameters = list(model.parameters())
-
-    def run() -> None:
-        with without_experts(model), step.autocast():
-            logits = model(batch.images)
-        loss = F.cross_entropy(logits.float(), batch.targets, label_smoothing=smoothing)
-        torch.autograd.grad(loss, parameters)
-
-    return counted(run)
-
-
-class _Behind(nn.Module):
-    """A router whose input is replaced by the given tokens [T, M]."""
-
-    def __init__(self, router: nn.Module, tokens: Tensor) -> None:
-        super().__init__()
-        self.router, self.tokens = router, tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.router(_not_a_leaf(self.tokens).to(x.dtype))
-
-
-class _Unchanged(nn.Module):
-    """Experts that return their input."""
-
-    def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        return rows
-
-
-def router(step: TrainingStep, calls: Sequence[Call]) -> Task:
-    """The logits, and all operations of the layers that do not depend on the width of a token."""
-    weight = step.config.aux_loss_weight
-    prepared = []
-    for call in calls:
-        tokens = call.x.reshape(-1, call.layer.config.model_dim).detach().requires_grad_()
-        narrow = replace(call.layer.config, model_dim=1, hidden_dim=1)
-        alone = MoELayer(narrow, router=_Behind(call.layer.router, tokens), experts=_Unchanged())
-        x = tokens.new_zeros(len(tokens), 1).requires_grad_()
-        prepared.append((alone, x, call.options, [tokens, *call.layer.router.parameters()]))
-
-    def run() -> None:
-        for alone, x, options, inputs in prepared:
-            with step.autocast():
-                y, aux_loss = alone(_not_a_leaf(x), **options)
-            torch.autograd.grad(y.sum() + weight * aux_loss, inputs)
-
-    return counted(run)
-
-
-def dispatch(moves: Moves) -> Task:
-    """Call the recorded operators again with their arguments, forward and backward."""
-    prepared = []
-    for operator, given in moves:
-        args = []
-        for arg in given:
-            if isinstance(arg, Tensor):
-                arg = arg.detach().requires_grad_(arg.is_floating_point())
-            args.append(arg)
-        inputs = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-        prepared.append((operator, args, inputs, torch.ones_like(operator(*args))))
-
-    def run() -> None:
-        for operator, args, inputs, grad in prepared:
-            torch.autograd.grad(operator(*args), inputs, grad)
-
-    combined = sum(
-        args[0].numel() for operator, args in moves if operator_name(operator) == _MOVES[1]
-    )
-    return Task(run, replace(counted(run).work, flops=float(_COMBINE_FLOPS * combined)))
-
-
-def experts(step: TrainingStep, calls: Sequence[Call]) -> Task:
-    """The experts' networks on the recorded rows, forward and backward."""
-    prepared = []
-    for call in calls:
-        for chunk in call.chunks:
-            chunk.rows.requires_grad_()
-            prepared.append((call.layer.experts, chunk, torch.ones_like(chunk.rows)))
-
-    def run() -> None:
-        for network, chunk, grad in prepared:
-            inputs = [chunk.rows, *network.parameters()]
-            options = {}
-            if chunk.weights is not None:
-                weights = chunk.weights
-                inputs = [chunk.rows] + [weight for weight in weights if weight is not None]
-                options["weights"] = lambda weights=weights: weights
-            with step.autocast():
-                out = network(_not_a_leaf(chunk.rows), chunk.offsets, **options)
-            torch.autograd.grad(out, inputs, grad)
-
-    return counted(run)
-
-
-def _detached(weight: Tensor | None) -> Tensor | None:
-    if weight is None:
-        return None
-    return weight.detach().requires_grad_()
-
-
-def exchange(step: TrainingStep, calls: Sequence[Call], batch: Batch) -> Task:
-    """The collectives of a step with several ranks."""
-    model, world = step.model, step.world
-    num_expert_parameters = sum(p.numel() for p in expert_parameters(model).values())
-    num_parameters = sum(p.numel() for p in model.parameters())
-    shared = torch.zeros(num_parameters - num_expert_parameters, device=world.device)
-    sent = _reduced(shared, world.size)
-    if not calls:
-        return Task(lambda: world.sum(shared), Work(exchange=sent))
-    group = calls[0].layer.group
-    with record_exchanges(group) as exchanges:
-        step.run([batch], 0)
-    num_replicated = 0
-    if group.num_replicas > 1:
-        num_replicated = num_expert_parameters
-    replicated = torch.zeros(num_replicated, device=world.device)
-    sent += sum(call.sent_bytes for call in exchanges)
-    sent += _reduced(replicated, group.num_replicas)
-
-    def run() -> None:
-        replay(exchanges)
-        world.sum(shared)
-        if len(replicated):
-            group.replicas.all_reduce(replicated, "expert gradients")
-
-    return Task(run, Work(exchange=sent))
-
-
-def _reduced(gradients: Tensor, ranks: int) -> float:
-    return 2 * gradients.nbytes * (ranks - 1) / ranks
-
-
-def optimiser(step: TrainingStep, batch: Batch) -> Task:
-    """Norm, clipping and update with the gradients of the batch."""
-    loss, _ = step.loss(batch)
-    loss.backward()
-    average_expert_gradients(step.model)
-    gradients = {p: p.grad for p in step.model.parameters() if p.grad is not None}
-    step.optimizer.zero_grad(set_to_none=True)
-    max_norm = step.config.clip_grad
-    parts = [_UPDATE[step.config.optimizer.name], _NORM]
-    if max_norm:
-        parts.append(_CLIPPING)
-    num_parameters = sum(p.numel() for p in gradients)
-    flops = num_parameters * sum(flops for flops, _ in parts)
-    moved = num_parameters * sum(moved for _, moved in parts)
-
-    def run() -> None:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        clip_gradients(step.model, max_norm)
-        step.optimizer.step()
-        step.optimizer.zero_grad(set_to_none=True)
-
-    return Task(run, Work(float(flops), float(moved)))
 
 
 @contextmanager

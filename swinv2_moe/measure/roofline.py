@@ -1,25 +1,26 @@
 """A roofline of a training step: how close each phase is to the limits of this machine (doi
 10.1145/1498765.1498785).
 
-swinv2_moe.measure.phases defines the phases and counts their work. Peaks are measured: the product
-of two large matrices in the step's dtype, a copy of more memory than a cache holds, an all-to-all
-of large messages, and reading and writing a file in the output directory. The roof of a phase is
-the time that its most limiting resource would take at its peak rate. Phases and peaks are timed in
-the same interleaved rounds. The rounds also time a whole step, to compare it with the sum of the
-phases. The step uses one batch, no mixup, no averaged weights, and a learning rate of 0.
+swinv2_moe.measure.phases divides a step into phases, times them by torch's profiler, and counts
+their work. Peaks are measured: the product of two large matrices in the step's dtype, a copy of
+more memory than a cache holds, an all-to-all of large messages, and reading and writing a file in
+the output directory. The roof of a phase is the time that its most limiting resource would take at
+its peak rate. Each round runs a step with the profiler, a step without it, and the peaks. The step
+uses one batch, no mixup, no averaged weights, and a learning rate of 0.
 """
 
 import itertools
+import math
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from yacs.config import CfgNode
@@ -37,17 +38,18 @@ from swinv2_moe.config import (
 from swinv2_moe.data import Batch, Data, build_data
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
+from swinv2_moe.measure.phases import PHASES, Work
 from swinv2_moe.measure.rounds import interleaved, machine, matrix_product
-from swinv2_moe.measure.spread import Times, ratios, summed
-from swinv2_moe.measure.work import Task, Work
+from swinv2_moe.measure.spread import Times, ratios
 from swinv2_moe.models import build_model
+from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
 
-PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "checkpoint")
-OF_THE_STEP = PHASES[1:-1]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SAVES = 3
 _FILE = 128 * 2**20  # size of the file that is written and read
@@ -97,8 +99,8 @@ class Phase:
         }
 
     def bound(self) -> tuple[str, float]:
-        """The limiting resource, and its share of the roof."""
-        return max(self.shares().items(), key=lambda pair: pair[1])
+        """The limiting resource, and its share of the roof; "" and 0 without counted work."""
+        return max(self.shares().items(), key=lambda pair: pair[1], default=("", 0.0))
 
     def rate(self, resource: str) -> float:
         """The median rate of a resource, in FLOP/s or bytes/s."""
@@ -109,20 +111,13 @@ class Phase:
 class Roofline:
     title: str
     machine: str
-    # without phases that do not exist: a dense model has no router, a single rank no exchange
+    # without phases that take no time: a dense model has no router, a single rank no exchange
     phases: dict[str, Phase]
     # "written": writing to the disk, for the checkpoint; "disk": reading from it
     peaks: dict[str, Peak]
     step: Times  # of the whole step
     stall: float  # seconds that training waits for the last checkpoint
     warmup: int
-
-    def accounted(self) -> list[float]:
-        """The sum of a step's phases, divided by the time of the whole step, in each round."""
-        return ratios(
-            summed([phase.times for name, phase in self.phases.items() if name in OF_THE_STEP]),
-            self.step,
-        )
 
     def share_of_step(self, name: str) -> float | None:
         """The median time of a phase, divided by the time of a step. Also for data, although other
@@ -151,7 +146,7 @@ class Roofline:
             }
             for name, peak in self.peaks.items()
         }
-        step = {"run": self.step.run, "ms": self.step, "accounted": self.accounted()}
+        step = {"run": self.step.run, "ms": self.step}
         facts = {"title": self.title, "machine": self.machine, "warmup": self.warmup, "step": step}
         return facts | {"phases": phases, "peaks": peaks, "checkpoint_stall_seconds": self.stall}
 
@@ -177,16 +172,24 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         before = machine(world.device.type)
         with scratch(output, world) as directory:
             probes = _probes(step, directory / f"file-{world.rank}")
-            tasks, run_step = _tasks(step, images)
-            runs = {name: task.run for name, task in tasks.items()} | {"step": run_step}
+            batches = phases.endless(images)
+            run_step = _run_of(step, next(batches))
+            work = phases.count(step.model, run_step)
+            data = phases.data(batches)
+            profiled: list[dict[str, float]] = []
+
+            def run_profiled() -> None:
+                profiled.append(phases.milliseconds(step.model, run_step, world.device.type))
+
+            runs = {"data": data.run, "step": run_step, "profiled": run_profiled}
             for name, probe in probes.items():
                 if name != "written":
                     runs[f"peak {name}"] = probe.run
             times = interleaved(runs, rounds, warmup, world)
+            times |= _phase_times(profiled[warmup:], times["step"], world)
             policy = sections.checkpoint
-            with phases.checkpoint(step, policy, directory / "checkpoints") as (task, costs):
-                tasks["checkpoint"] = task
-                runs = {"checkpoint": task.run, "peak written": probes["written"].run}
+            with phases.checkpoint(step, policy, directory / "checkpoints") as (save, costs):
+                runs = {"checkpoint": save.run, "peak written": probes["written"].run}
                 times |= interleaved(runs, _SAVES, 0, world)
     if not world.is_main:
         return None
@@ -194,13 +197,13 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         name: Peak(probe.what, probe.amount, times[f"peak {name}"])
         for name, probe in probes.items()
     }
+    work |= {"data": data.work, "checkpoint": save.work}
     resources = {name: peak for name, peak in peaks.items() if name != "written"}
     measured = {}
     for name in PHASES:
-        if name == "checkpoint":
-            measured[name] = Phase(tasks[name].work, times[name], {"disk": peaks["written"]})
-        elif name in tasks:
-            measured[name] = Phase(tasks[name].work, times[name], resources)
+        if name in times and min(times[name]) > 0:
+            measured[name] = Phase(work.get(name, Work()), times[name], resources)
+    measured["checkpoint"] = replace(measured["checkpoint"], peaks={"disk": peaks["written"]})
     title = _title(sections, world.size)
     return Roofline(title, before, measured, peaks, times["step"], costs[-1].stall, warmup)
 
@@ -238,28 +241,36 @@ def _dtype(config: TrainConfig) -> str:
     return "float32"
 
 
-def _tasks(step: TrainingStep, images: Data) -> tuple[dict[str, Task], Callable[[], object]]:
-    """The phases of one batch, except the checkpoint, and the whole step."""
-    batches = phases.endless(images)
-    first = next(batches)
+def _run_of(step: TrainingStep, batch: Batch) -> Callable[[], object]:
+    """A function that runs a step on the batch, on the device. The first step was run before: it
+    creates the moments and DDP's final buckets."""
     device = step.world.device
-    batch = Batch(first.images.to(device), first.targets.to(device), [])
+    batch = Batch(batch.images.to(device), batch.targets.to(device), [])
     numbers = itertools.count()
 
     def run_step() -> None:
         step.run([batch], next(numbers))
 
-    run_step()  # the first step creates the moments and DDP's final buckets
-    calls, moves = phases.watch(step, batch.images)
-    tasks = {"data": phases.data(batches), "trunk": phases.trunk(step, batch)}
-    if calls:
-        tasks["router"] = phases.router(step, calls)
-        tasks["dispatch"] = phases.dispatch(moves)
-        tasks["experts"] = phases.experts(step, calls)
-    if step.world.size > 1:
-        tasks["exchange"] = phases.exchange(step, calls, batch)
-    tasks["optimiser"] = phases.optimiser(step, batch)
-    return tasks, run_step
+    run_step()
+    return run_step
+
+
+def _phase_times(profiled: list[dict[str, float]], step: Times, world: World) -> dict[str, Times]:
+    """The time of each phase in each round, of the slowest rank; "other" is what is left of the
+    step without the profiler."""
+    rounds_of_ranks = world.gather(profiled)
+    names = [name for name in PHASES if any(name in found for found in profiled)]
+    times = {}
+    for name in names:
+        slowest = [
+            max(found.get(name, 0.0) for found in round_of_ranks)
+            for round_of_ranks in zip(*rounds_of_ranks, strict=True)
+        ]
+        times[name] = Times(slowest, step.run)
+    of_step = [times[name] for name in names if name != "exchange"]
+    rests = [ms - sum(of_round) for ms, *of_round in zip(step, *of_step, strict=True)]
+    times["other"] = Times([max(rest, 0.0) for rest in rests], step.run)
+    return times
 
 
 class Probe(NamedTuple):
@@ -326,3 +337,75 @@ def read_file(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while file.read(2**20):
             pass
+
+
+# The figure
+
+
+def draw(roofline: Roofline, path: Path) -> None:
+    """Write a PNG: the phases that compute FLOPs under the roof, and each phase's shares of the
+    step and of its roof.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure = new_figure(12, 5.2)
+    roof, bars = figure.subplots(1, 2, width_ratios=[1.25, 1])
+    _draw_roof(roof, roofline)
+    _draw_shares(bars, roofline)
+    figure.suptitle(roofline.title, fontsize=10)
+    save_png(figure, path)
+
+
+def _draw_roof(axes: "Axes", roofline: Roofline) -> None:
+    peak, bandwidth = roofline.peaks["flops"].rate, roofline.peaks["memory"].rate
+    points = {name: phase for name, phase in roofline.phases.items() if phase.work.flops}
+    intensities = [phase.work.flops / phase.work.memory for phase in points.values()]
+    corner = peak / bandwidth
+    low, high = min([*intensities, corner]) / 3, max([*intensities, corner]) * 10
+    corners = [low, corner, high]
+    axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
+    text = {"textcoords": "offset points", "ha": "right"}
+    axes.annotate(f"{peak / 1e9:,.0f} GFLOP/s", (high, peak / 1e9), (0, 4), **text)
+    middle = math.sqrt(low * corner)
+    place = (middle, bandwidth * middle / 1e9)
+    axes.annotate(f"{bandwidth / 1e9:,.1f} GB/s", place, (-8, 6), **text)
+    for i, (intensity, name) in enumerate(sorted(zip(intensities, points, strict=True))):
+        rate = points[name].rate("flops") / 1e9
+        colour = COLOURS[PHASES.index(name) % len(COLOURS)]
+        axes.plot(intensity, rate, "o", color=colour)
+        offset = (0, 7)
+        if i % 2:  # alternately above and below the point, since neighbours may be close
+            offset = (0, -14)
+        text = {"textcoords": "offset points", "ha": "center", "color": colour}
+        axes.annotate(name, (intensity, rate), offset, **text)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of memory", ylabel="GFLOP/s")
+    tidy(axes)
+
+
+def _draw_shares(axes: "Axes", roofline: Roofline) -> None:
+    names = list(reversed(roofline.phases))
+    bounds = [roofline.phases[name].bound() for name in names]
+    of_step = [roofline.share_of_step(name) or 0 for name in names]
+    of_roof = [share for _, share in bounds]
+    _draw_bars(axes, of_step, 0.2, "of the step's time", COLOURS[0])
+    _draw_bars(axes, of_roof, -0.2, "of its roof", COLOURS[5])
+    labels = [f"{name}\n({resource})" for name, (resource, _) in zip(names, bounds, strict=True)]
+    axes.set_yticks(range(len(names)), labels, fontsize=8)
+    axes.set_xlabel("%; in brackets what bounds it")
+    axes.set_xlim(0, 1.15 * axes.get_xlim()[1])
+    tidy(axes)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", alpha=0.3)
+    # above the bars
+    axes.legend(frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _draw_bars(
+    axes: "Axes", shares: Sequence[float], offset: float, label: str, colour: str
+) -> None:
+    """Horizontal bars, one for each phase, shifted up by `offset`. A share of 0 has no number."""
+    places = [i + offset for i in range(len(shares))]
+    bars = axes.barh(places, [100 * share for share in shares], 0.38, color=colour, label=label)
+    texts = [f"{share:.1%}" if share else "" for share in shares]
+    axes.bar_label(bars, texts, padding=3, fontsize=8)

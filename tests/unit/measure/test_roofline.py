@@ -3,6 +3,7 @@
 import os
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,27 +14,27 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import make_batch, make_step
 
 from moe_core import expert_parameters, moe_layers
-from moe_core.parallel import ParallelStrategy, count_traffic
+from moe_core.parallel import ParallelStrategy
 from moe_core.parallel.cost_model import LayerShape, volume
 from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure import phases, roofline, roofline_figure
-from swinv2_moe.measure.configurations import COUNTED_OPTIMIZERS, repeatable_step
-from swinv2_moe.measure.phases import bytes_read, without_experts
-from swinv2_moe.measure.roofline import Peak, Phase, Roofline
-from swinv2_moe.measure.roofline_figure import draw
+from swinv2_moe.measure import phases, roofline
+from swinv2_moe.measure.configurations import repeatable_step
+from swinv2_moe.measure.phases import Work, bytes_read
+from swinv2_moe.measure.roofline import Peak, Phase, Roofline, draw
 from swinv2_moe.measure.spread import Times
-from swinv2_moe.measure.work import MemoryTraffic, Work, counted
-from swinv2_moe.models import MoEMlp
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes
 
 
-def traffic(work) -> int:
-    with MemoryTraffic() as found:
-        work()
-    return found.bytes
+def work_of(run) -> Work:
+    """The work of all operators of `run`, which has no MoE layers."""
+    return sum(phases.count(torch.nn.Identity(), run).values(), Work())
+
+
+def traffic(run) -> int:
+    return work_of(run).memory
 
 
 # Memory
@@ -64,11 +65,11 @@ def test_a_linear_layer_forward_and_backward():
     batch, width, out = 7, 5, 3
     layer, grad = torch.nn.Linear(width, out), torch.zeros(batch, out)
     x = torch.zeros(batch, width, requires_grad=True)
-    task = counted(lambda: torch.autograd.grad(layer(x.view_as(x)), [x, *layer.parameters()], grad))
+    found = work_of(lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], grad))
     inputs, weights, outputs, bias = batch * width, width * out, batch * out, out
     forward = inputs + weights + bias + outputs
     backward = (outputs + weights + inputs) + (outputs + inputs + weights) + (outputs + bias)
-    assert task.work == Work(flops=3 * 2 * batch * width * out, memory=FLOAT * (forward + backward))
+    assert found == Work(flops=3 * 2 * batch * width * out, memory=FLOAT * (forward + backward))
 
 
 def test_bytes_read(tmp_path):
@@ -93,97 +94,76 @@ def batch():
 
 
 @pytest.fixture(scope="module")
-def watched(step, batch):
-    return phases.watch(step, batch.images)
+def work(step, batch):
+    step.run([batch], 0)  # creates the moments
+    return phases.count(step.model, lambda: step.run([batch], 0))
 
 
-def shapes(calls):
-    """(tokens T, model dim M, hidden dim H, experts E) of each call."""
-    return [(call.x.numel() // c.model_dim, c.model_dim, c.hidden_dim, c.num_experts)
-            for call in calls for c in [call.layer.config]]  # fmt: skip
+def shapes(step):
+    """(tokens T, model dim M, hidden dim H, experts E) of each MoE layer: images of 16 px, patches
+    of 2 px, merged once and twice."""
+    layers = moe_layers(step.model).values()
+    return [
+        (tokens, layer.config.model_dim, layer.config.hidden_dim, layer.config.num_experts)
+        for tokens, layer in zip((32 * 16, 32 * 4), layers, strict=True)
+    ]
 
 
-def test_what_a_forward_pass_gives_to_the_layers(step, batch, watched):
-    calls, moves = watched
-    assert [call.layer for call in calls] == list(moe_layers(step.model).values())
-    assert shapes(calls) == [
-        (32 * 16, 32, 128, 4),
-        (32 * 4, 64, 256, 4),
-    ]  # 8 px of 16, 2 px patches, merged once, twice
-    operators = [operator._schema.name.split("::")[1] for operator, _ in moves]
-    assert operators == ["dispatch_rows", "combine_rows"] * 2
-    chunks = [chunk for call in calls for chunk in call.chunks]
-    assert [(len(c.rows), int(c.offsets[-1])) for c in chunks] == [(512, 512), (128, 128)]
-    assert not any(layer._forward_pre_hooks for layer in moe_layers(step.model).values())
-
-
-def test_the_trunk_is_the_model_without_its_moe_layers(step, batch):
-    before = step.model.state_dict()
-    with without_experts(step.model):
-        assert not any(isinstance(module, MoEMlp) for module in step.model.modules())
-        trunk = sum(p.numel() for p in step.model.parameters())
-    assert step.model.state_dict().keys() == before.keys()
-    layers = sum(p.numel() for layer in moe_layers(step.model).values() for p in layer.parameters())
-    assert trunk + layers == sum(p.numel() for p in step.model.parameters())
-
-
-def test_flops_of_the_phases_are_those_of_the_step(step, batch, watched):
-    calls, moves = watched
-    work = {"trunk": phases.trunk(step, batch).work, "router": phases.router(step, calls).work}
-    work["experts"] = phases.experts(step, calls).work
-    assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(calls))
-    assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(calls))
+def test_flops_of_the_phases_are_those_of_the_step(step, batch, work):
+    assert work["router"].flops == sum(3 * 2 * t * m * e for t, m, _, e in shapes(step))
+    assert work["experts"].flops == sum(3 * 2 * 2 * t * m * h for t, m, h, _ in shapes(step))
+    assert set(work) == {"trunk", "router", "dispatch", "experts", "optimiser"}
     with FlopCounterMode(display=False) as counter:
         step.run([batch], 0)
     assert sum(found.flops for found in work.values()) == counter.get_total_flops()
-    assert phases.dispatch(moves).work.flops == sum(5 * t * m for t, m, *_ in shapes(calls))
 
 
-def test_memory_of_dispatch_and_experts(step, watched):
-    calls, moves = watched
+def test_a_backward_pass_that_computes_blocks_again_counts_them_again(batch, work):
+    again = make_step(0, 1, "TRAIN.USE_CHECKPOINT true")
+    found = phases.count(again.model, lambda: again.run([batch], 0))
+    for name in ("router", "experts"):
+        assert found[name].flops == work[name].flops * 4 / 3
+
+
+def test_memory_of_dispatch_and_experts(step, work):
     expected = 0
-    for t, m, *_ in shapes(calls):
+    for t, m, *_ in shapes(step):
         rows, places = FLOAT * t * m, LONG * t  # dropless, one expert a token: rows are tokens
         forward = (2 * rows + 2 * places) + (2 * rows + FLOAT * t + 2 * places)
         expected += forward + (3 * rows + 2 * FLOAT * t + 2 * places) + (2 * rows + places)
-    assert phases.dispatch(moves).work.memory == expected
+    assert work["dispatch"].memory == pytest.approx(expected, rel=0.01)
     expected = 0
-    for t, m, h, e in shapes(calls):
+    for t, m, h, e in shapes(step):
         rows, hidden, weight, offsets = FLOAT * t * m, FLOAT * t * h, FLOAT * e * m * h, INT * e
         parameters = 2 * weight + FLOAT * e * h + FLOAT * e * m
         # the activation happens within the one operator
         expected += (rows + parameters + offsets) + (rows + hidden)
         expected += (2 * rows + hidden + parameters + offsets) + (rows + parameters)
-    assert phases.experts(step, calls).work.memory == pytest.approx(expected, rel=1e-9)
+    assert work["experts"].memory == pytest.approx(expected, rel=0.01)
 
 
-def test_the_optimiser_counts_by_parameter(step, batch):
-    count = sum(p.numel() for p in step.model.parameters())
-    task = phases.optimiser(step, batch)
-    # AdamW, norm, clipping
-    assert task.work == Work(flops=(14 + 2 + 1) * count, memory=(28 + 4 + 8) * count)
-    task.run()
-    assert all(p.grad is None for p in step.model.parameters())
+def test_the_optimiser_moves_every_parameter(step, work):
+    num_bytes = FLOAT * sum(p.numel() for p in step.model.parameters())
+    # AdamW reads four tensors and writes three, the norm reads one; besides, a few short ones
+    assert 8 * num_bytes < work["optimiser"].memory < 11 * num_bytes
+    assert work["optimiser"].flops == 0
 
 
-def test_phases_leave_the_model_as_it_was(step, batch, watched):
-    """At a learning rate of 0 so does the optimiser; no gradient and no hook stays behind."""
-    for group in step.optimizer.param_groups:
-        group["lr"] = 0.0
-    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
-    calls, moves = watched
-    for task in (
-        phases.trunk(step, batch),
-        phases.router(step, calls),
-        phases.dispatch(moves),
-        phases.experts(step, calls),
-        phases.optimiser(step, batch),
-    ):
-        task.run()
-    assert all(
-        torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items()
+def test_every_operator_of_a_step_is_timed_once(step, batch):
+    found = phases.milliseconds(step.model, lambda: step.run([batch], 0), "cpu")
+    assert set(found) == {"trunk", "router", "dispatch", "experts", "optimiser"}
+    assert min(found.values()) > 0
+    assert not any(layer._forward_pre_hooks for layer in moe_layers(step.model).values())
+
+
+def test_what_is_left_of_a_step_is_other():
+    world = SimpleNamespace(
+        gather=lambda found: [found, [{"trunk": 6.0, "exchange": 1.0}, {"trunk": 1.0}]]
     )
-    assert all(p.grad is None for p in step.model.parameters())
+    profiled = [{"trunk": 5.0, "exchange": 9.0}, {"trunk": 12.0, "exchange": 9.0}]
+    times = roofline._phase_times(profiled, Times([10.0, 10.0], "r"), world)
+    assert times == {"trunk": [6.0, 12.0], "exchange": [9.0, 9.0], "other": [4.0, 0.0]}
+    assert {found.run for found in times.values()} == {"r"}
 
 
 def test_a_checkpoint_is_what_lies_on_the_disk(step, tmp_path):
@@ -199,33 +179,32 @@ def test_a_checkpoint_is_what_lies_on_the_disk(step, tmp_path):
 
 def exchange_on_two_ranks(rank: int) -> None:
     step, batch = make_step(rank, 2), make_batch(2)
-    calls, moves = phases.watch(step, batch.images)
-    task = phases.exchange(step, calls, batch)
+
+    def run() -> None:
+        step.run([batch], 0)
+
+    run()
+    sent = phases.count(step.model, run)["exchange"].exchange
     own = sum(p.numel() for p in expert_parameters(step.model).values())
     # all-reduced by two: n (2 - 1)
     shared = FLOAT * (sum(p.numel() for p in step.model.parameters()) - own)
     layers = list(moe_layers(step.model).values())
-    tokens = [call.x.numel() // call.layer.config.model_dim for call in calls]
-    even = [LayerShape.of(layer.config, n, FLOAT) for layer, n in zip(layers, tokens, strict=True)]
+    even = [
+        LayerShape.of(layer.config, tokens // 2, FLOAT)
+        for layer, (tokens, *_) in zip(layers, shapes(step), strict=True)
+    ]
     even = sum(
         2 * 2 * FLOAT * volume(shape, 2, ParallelStrategy()).dispatch.elements for shape in even
     )
-    everyone = step.world.gather(task.work.exchange - shared)
+    everyone = step.world.gather(sent - shared)
     assert 0.3 * even < statistics.mean(everyone) < 1.7 * even  # fresh routers are not quite even
-    with count_traffic(layers[0].group) as found:
-        task.run()
-    again = FLOAT * sum(found.elements.values())
-    assert again == pytest.approx(task.work.exchange - shared, rel=1e-3)
-    for other in (phases.trunk(step, batch), phases.router(step, calls), phases.dispatch(moves)):
-        other.run()
-    phases.experts(step, calls).run()
-    phases.optimiser(step, batch).run()
-    step.run([batch], 1)  # DDP still goes
+    assert phases.milliseconds(step.model, run, "cpu")["exchange"] > 0
     replicas = make_step(rank, 2, "MODEL.MOE.EXPERT_PARALLEL_SIZE 1")
-    calls, _ = phases.watch(replicas, batch.images)
-    task = phases.exchange(replicas, calls, batch)  # no rows, all gradients
-    assert task.work.exchange == FLOAT * sum(p.numel() for p in replicas.model.parameters())
-    task.run()
+    replicas.run([batch], 0)
+    found = phases.count(replicas.model, lambda: replicas.run([batch], 0))
+    # no rows, all gradients, a few flags
+    gradients = FLOAT * sum(p.numel() for p in replicas.model.parameters())
+    assert found["exchange"].exchange == pytest.approx(gradients, rel=1e-3)
     dist.barrier()
 
 
@@ -273,7 +252,6 @@ def test_what_the_phases_leave_of_a_step(tmp_path):
         "checkpoint": saving(),
     }
     whole = Roofline("a title", "a machine", found, peaks(), Times([100, 100, 80], "r"), 0.1, 2)
-    assert whole.accounted() == [0.9, 0.8, 1.0]
     assert whole.share_of_step("trunk") == 0.6
     assert whole.share_of_step("checkpoint") is None
     assert whole.record()["phases"]["checkpoint"]["share_of_roof"] == pytest.approx(0.2)
@@ -286,7 +264,7 @@ def test_a_figure_shows_the_shares(monkeypatch):
     found = {"trunk": Phase(work, Times([4, 4, 4], "r"), peaks()), "checkpoint": saving()}
     title, step = "16 images of /data/$x_$", Times([8, 8, 8], "r")
     whole = Roofline(title, "a machine", found, peaks(), step, 0.1, 2)
-    monkeypatch.setattr(roofline_figure, "save_png", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(roofline, "save_png", lambda figure, path: figures.append(figure))
     draw(whole, Path("r.png"))
     roof, bars = figures[0].axes
     # from below: step, then roof
@@ -319,15 +297,6 @@ def test_opts_that_would_be_ignored():
         with pytest.raises(UserError) as error:
             repeatable_step(QUICKSTART, opts.split(), None, 4)
         assert str(error.value) == f"--opts {section}.{message}"
-
-
-def test_an_optimiser_that_is_not_counted():
-    for name in ("lamb", "lars"):
-        with pytest.raises(UserError) as error:
-            repeatable_step(QUICKSTART, ["TRAIN.OPTIMIZER.NAME", name], None, None)
-        assert str(error.value).startswith(f"TRAIN.OPTIMIZER.NAME is '{name}': ")
-        assert str(error.value).endswith("allowed here: adamw, sgd")
-    assert tuple(phases._UPDATE) == COUNTED_OPTIMIZERS
 
 
 def test_the_file_that_measures_the_disk(tmp_path):
