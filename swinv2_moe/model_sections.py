@@ -144,7 +144,6 @@ SWINV2 = Section(
         "NUM_HEADS": [3, 6, 12, 24],
         "WINDOW_SIZE": 12,
         "MLP_RATIO": 4.0,
-        "QKV_BIAS": True,
         "PRETRAINED_WINDOW_SIZES": [0, 0, 0, 0],
     },
     ranges={
@@ -163,7 +162,6 @@ SWINV2 = Section(
         "NUM_HEADS": "attention heads of each stage; each number divides the stage's channels",
         "WINDOW_SIZE": "side of an attention window, patches",
         "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
-        "QKV_BIAS": "queries, keys and values have biases",
         "PRETRAINED_WINDOW_SIZES": "for each stage, the window side that the pretrained weights"
         " were trained with; 0: `WINDOW_SIZE`",
     },
@@ -177,8 +175,6 @@ VIT = Section(
         "EMBED_DIM": 192,
         "DEPTH": 12,
         "NUM_HEADS": 3,
-        "MLP_RATIO": 4.0,
-        "QKV_BIAS": True,
         "GLOBAL_POOL": "token",
     },
     ranges={
@@ -186,7 +182,6 @@ VIT = Section(
         "EMBED_DIM": (1, inf),
         "DEPTH": (1, inf),
         "NUM_HEADS": (1, inf),
-        "MLP_RATIO": (0.1, inf),
     },
     check=check_vit,
     sizes={"dim": "EMBED_DIM", "depth": "DEPTH"},
@@ -196,8 +191,6 @@ VIT = Section(
         "EMBED_DIM": "channels of a token; divisible by `NUM_HEADS`",
         "DEPTH": "number of blocks",
         "NUM_HEADS": "attention heads of a block",
-        "MLP_RATIO": "hidden dim of an FFN, in units of its channels",
-        "QKV_BIAS": "queries, keys and values have biases",
         "GLOBAL_POOL": "what the classifier reads: `token`, the class token, or `avg`, the mean of"
         " the patches",
     },

@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="decode every image and leave out broken ones"
     )
-    limit = "of an image that is decoded; larger ones are left out (default: DATA.MAX_PIXELS's)"
+    limit = "of an image that is decoded; larger ones are left out (default: 120 million)"
     parser.add_argument("--max-pixels", type=int, metavar="N", help=limit)
     args = parser.parse_args()
     if bool(args.index) == bool(args.output):

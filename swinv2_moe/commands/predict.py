@@ -111,7 +111,7 @@ def predict(
             predictions.append(prediction)
             if args.annotated and prediction.error is None:
                 target = Path(args.annotated) / copy_name(name)
-                save_annotated(prediction, target, predictor.max_pixels)
+                save_annotated(prediction, target)
             bar.advance("")
     return predictions
 

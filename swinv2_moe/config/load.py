@@ -53,7 +53,28 @@ class Retired(NamedTuple):
 
 
 RETIRED = {
+    "TELEMETRY_SECONDS": Retired(5.0, "the machine is read every 5 seconds"),
     "DATA.PIN_MEMORY": Retired(True, "batches for a GPU are always pinned"),
+    "DATA.MAX_PIXELS": Retired(120_000_000, "images beyond 120 million pixels are unreadable"),
+    "MODEL.DROP_RATE": Retired(0.0, "there is no dropout before the classifier"),
+    "MODEL.ATTN_DROP_RATE": Retired(0.0, "there is no dropout of attention weights"),
+    "MODEL.SWINV2.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
+    "MODEL.VIT.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
+    "MODEL.VIT.MLP_RATIO": Retired(4.0, "it is always 4", shapes_weights=True),
+    "MODEL.MOE.BALANCE_RATE": Retired(1e-3, "it is always 0.001"),
+    "MODEL.MOE.SLOTS_PER_EXPERT": Retired(
+        0, "the slots together are as many as the tokens of an image", shapes_weights=True
+    ),
+    "TRAIN.OPTIMIZER.BETAS": Retired([0.9, 0.999], "they are always 0.9 and 0.999"),
+    "TRAIN.OPTIMIZER.MOMENTUM": Retired(0.9, "it is always 0.9"),
+    "AUG.RATIO": Retired([0.75, 4 / 3], "crops have a width of 3/4 to 4/3 of their height"),
+    "AUG.REMODE": Retired("pixel", "erased regions are filled with random pixels"),
+    "AUG.RECOUNT": Retired(1, "one region is erased"),
+    "AUG.MIXUP_PROB": Retired(
+        1.0, "every batch is mixed; AUG.MIXUP 0 and AUG.CUTMIX 0 switch it off"
+    ),
+    "AUG.MIXUP_SWITCH_PROB": Retired(0.5, "mixup and cutmix are equally likely, if both are on"),
+    "AUG.MIXUP_MODE": Retired("batch", "one ratio is drawn for a batch"),
 }
 _LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
 

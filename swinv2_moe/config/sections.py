@@ -33,8 +33,6 @@ class RunConfig:
     event_log: bool = False
     # a service that also receives the curves: `wandb` or `mlflow` (needs the extra of that name)
     tracker: str = ""
-    # seconds between two readings of CPUs, memory, disks, network, GPUs and power; 0: none
-    telemetry_seconds: float = 5.0
     device: str = "auto"  # `auto`: a GPU where there is one
     timeout: int = 600  # seconds after which a rank stops waiting for other ranks
     # mixed precision; off on a CPU without instructions for `AMP_DTYPE`
@@ -62,19 +60,12 @@ class AugmentConfig:
     """AUG: random changes of training images."""
 
     scale: tuple[float, float] = (0.08, 1.0)  # random resized crop: range of the share of the area
-    # random resized crop: range of width / height
-    ratio: tuple[float, float] = (0.75, 1.3333333333333333)
     hflip: float = 0.5  # probability of a horizontal flip
     color_jitter: float = 0.4  # strength; 0: off. Only without `AUTO_AUGMENT`
     auto_augment: str = "rand-m9-mstd0.5-inc1"  # a policy of timm; empty or `none`: off
     reprob: float = 0.25  # probability of random erasing
-    remode: str = "pixel"  # content of an erased region: zeros, one random colour, random pixels
-    recount: int = 1  # number of erased regions
     mixup: float = 0.8  # alpha of mixup; 0: off
     cutmix: float = 1.0  # alpha of cutmix; 0: off
-    mixup_prob: float = 1.0  # probability of mixup or cutmix; 0: off
-    mixup_switch_prob: float = 0.5  # probability of cutmix instead of mixup, if both are on
-    mixup_mode: str = "batch"  # unit that draws one ratio: a batch, a pair of images, an image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +113,6 @@ class DataConfig:
     # ImageNet's
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     num_workers: int = 2  # loader processes per rank
-    max_pixels: int = 120_000_000  # pixels of an image; larger images count as unreadable
     # the run stops when a larger share of the images is unreadable
     max_bad_share: float = 0.01
     # before the first step, read every image and list those that cannot be read; takes as long as
@@ -147,8 +137,15 @@ PUBLISHED_MOE = {
     "aux_loss": "load_importance",
 }
 # Fields of MoEConfig that are no keys: the trunk gives the shape, and its feed-forward layers,
-# which can become experts, have biases.
-_NO_KEYS = ("model_dim", "hidden_dim", "num_experts", "bias")
+# which can become experts, have biases; nobody has needed other values of the last two.
+_NO_KEYS = (
+    "model_dim",
+    "hidden_dim",
+    "num_experts",
+    "bias",
+    "balance_rate",
+    "slots_per_expert",
+)
 
 
 def moe_defaults() -> dict[str, object]:
@@ -235,8 +232,6 @@ class ModelConfig:
     # `vit_moe`: ViT; or a type of your own, which declares its group of keys
     type: str = "swinv2_moe"
     num_classes: int = 0  # 0: number of classes of the data
-    drop_rate: float = 0.0  # dropout before the classifier
-    attn_drop_rate: float = 0.0  # dropout of attention weights
     drop_path_rate: float = 0.1  # largest rate of stochastic depth
     label_smoothing: float = 0.1  # share of a label that is spread over all classes
     # a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in timm's
@@ -269,8 +264,6 @@ class OptimizerConfig:
     # the optimiser; lamb, lars: for large batches, with a trust ratio for each expert
     name: str = "adamw"
     eps: float = 1e-8  # of AdamW and LAMB: added to the denominator
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments
-    momentum: float = 0.9  # of SGD and LARS, Nesterov's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
 
-from swinv2_moe.config import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 from swinv2_moe.output import printable
@@ -85,7 +84,7 @@ _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE = 340, 341
 _VALUE_TAGS = (_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT, _MIN_SAMPLE_VALUE)
 _VALUE_TAGS += (_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE)
 _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
-MAX_PIXELS = DataConfig.max_pixels  # default without a configuration
+MAX_PIXELS = 120_000_000  # limit of an image
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
 
 

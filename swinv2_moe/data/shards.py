@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from moe_core.files import open_regular
-from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, decode
+from swinv2_moe.data.images import MAX_FILE_BYTES, decode
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import check_plain_name, read_bounded, read_json
 
@@ -59,7 +59,6 @@ class ShardedImages:
     Args:
         split: "train" or "val".
         shards: the checked records of index.json: "name", "images", "bytes", "sha256".
-        max_pixels: maximum size of an image.
         arriving: shards may still be missing during staging. Reading an image then waits for its
             shard.
 
@@ -72,13 +71,11 @@ class ShardedImages:
         root: str,
         split: str,
         shards: list[dict],
-        max_pixels: int = MAX_PIXELS,
         arriving: bool = False,
     ):
         self.root = root
         self.split = split
         self.shards = shards
-        self.max_pixels = max_pixels
         self.arriving = arriving
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
         index_file = os.path.join(root, split, "members.npy")
@@ -88,7 +85,7 @@ class ShardedImages:
 
     def __reduce__(self):
         """Pickling: a copy in another process opens its own files."""
-        arguments = (self.root, self.split, self.shards, self.max_pixels, self.arriving)
+        arguments = (self.root, self.split, self.shards, self.arriving)
         return ShardedImages, arguments
 
     def __del__(self):
@@ -103,7 +100,7 @@ class ShardedImages:
         return len(self.members)
 
     def open(self, index: int) -> Image.Image:
-        return decode(self.read(index), self.max_pixels)
+        return decode(self.read(index))
 
     def read(self, index: int) -> bytes:
         shard, offset, size, _ = self.members[index].item()
@@ -156,7 +153,7 @@ class Shards(NamedTuple):
     class_names: list[str]
 
 
-def load_shards(root: str, max_pixels: int = MAX_PIXELS, arriving: bool = False) -> Shards:
+def load_shards(root: str, arriving: bool = False) -> Shards:
     """Open the finished shards in `root` (DATA.PATH). Checks the size of each shard and every row
     of the indexes.
 
@@ -171,8 +168,8 @@ def load_shards(root: str, max_pixels: int = MAX_PIXELS, arriving: bool = False)
     if arriving and not os.path.exists(os.path.join(root, INDEX)):
         name = ARRIVING_INDEX
     index = read_index(root, "DATA.PATH", name)
-    train = open_split(root, "train", index, max_pixels, arriving)
-    val = open_split(root, "val", index, max_pixels, arriving)
+    train = open_split(root, "train", index, arriving)
+    val = open_split(root, "val", index, arriving)
     return Shards(train, val, index["class_names"])
 
 
@@ -304,9 +301,7 @@ def _why_no_index(root: str) -> str:
     return "data/make_shards.py makes shards"
 
 
-def open_split(
-    root: str, split: str, index: dict, max_pixels: int = MAX_PIXELS, arriving: bool = False
-) -> ShardedImages:
+def open_split(root: str, split: str, index: dict, arriving: bool = False) -> ShardedImages:
     """Open the images of one split. Checks the sizes of its shards and every row of its index.
 
     Args:
@@ -315,7 +310,7 @@ def open_split(
     Raises:
         UserError: a shard or a row cannot be used.
     """
-    images = ShardedImages(root, split, index[split]["shards"], max_pixels, arriving)
+    images = ShardedImages(root, split, index[split]["shards"], arriving)
     num_classes = len(index["class_names"])
     start = 0
     for number, shard in enumerate(images.shards):

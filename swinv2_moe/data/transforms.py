@@ -46,7 +46,6 @@ def _train_transform(config: DataConfig) -> Transform:
             config.img_size,
             is_training=True,
             scale=aug.scale,
-            ratio=aug.ratio,
             hflip=aug.hflip,
             color_jitter=aug.color_jitter or None,
             auto_augment=auto_augment,
@@ -54,8 +53,7 @@ def _train_transform(config: DataConfig) -> Transform:
             mean=config.mean,
             std=config.std,
             re_prob=aug.reprob,
-            re_mode=aug.remode,
-            re_count=aug.recount,
+            re_mode="pixel",
         )
     # This is the only argument that timm parses.
     except (AssertionError, ValueError, KeyError) as error:

@@ -230,7 +230,7 @@ class _Shown(NamedTuple):
 def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deployed) -> _Shown:
     """`count` of the named images, or of the validation images if there are no names."""
     if names:
-        files = _files(names, deployed.data.max_pixels)
+        files = _files(names)
         chosen = Subset(files, spread(len(files), count))
         labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
     else:
@@ -258,10 +258,10 @@ def _check(output: Path, count: int, limit: int | None) -> None:
         )
 
 
-def _files(names: Sequence[str], max_pixels: int) -> ImageFiles:
+def _files(names: Sequence[str]) -> ImageFiles:
     """The images of --images. Images of a folder and its subfolders are sorted by name."""
     paths = np.array([os.fsencode(path) for path in image_paths(names, "--images ")])
-    return ImageFiles("", paths, np.zeros(len(paths), np.int64), max_pixels)
+    return ImageFiles("", paths, np.zeros(len(paths), np.int64))
 
 
 @torch.inference_mode()

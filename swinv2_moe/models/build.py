@@ -59,8 +59,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
         **config.trunk,
         "img_size": config.img_size,
         "num_classes": num_classes,
-        "drop_rate": config.drop_rate,
-        "attn_drop_rate": config.attn_drop_rate,
         "drop_path_rate": config.drop_path_rate,
         "num_experts": experts.num_experts,
         "moe_blocks": experts.blocks,

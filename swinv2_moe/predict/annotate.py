@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from swinv2_moe.data.images import MAX_PIXELS, decode, read_file, to_mode
+from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import printable
 from swinv2_moe.predict.prediction import ClassProbability, Prediction
@@ -72,14 +72,14 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
     return text + "…"
 
 
-def save_annotated(prediction: Prediction, target: Path, max_pixels: int = MAX_PIXELS) -> None:
+def save_annotated(prediction: Prediction, target: Path) -> None:
     """Write the annotated copy of a readable picture as a JPEG.
 
     Raises:
         UserError: `target` cannot be written.
     """
     try:
-        copy = annotate(decode(read_file(prediction.file), max_pixels), prediction.top)
+        copy = annotate(decode(read_file(prediction.file)), prediction.top)
         target.parent.mkdir(parents=True, exist_ok=True)
         copy.save(target, "JPEG", quality=_QUALITY)
     except (OSError, ValueError) as error:  # ValueError: the picture has changed since it was read

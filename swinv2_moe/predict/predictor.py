@@ -72,7 +72,6 @@ class Predictor:
         self.class_names = deployed.class_names()
         self.checkpoint = deployed.source.directory
         self.module: nn.Module = deployed.model(len(self.class_names))
-        self.max_pixels = config.max_pixels
         self._device = deployed.world.device
         self._autocast = deployed.autocast
         self._transform = build_transform(config, is_train=False)
@@ -142,7 +141,7 @@ class Predictor:
             if isinstance(picture, Image.Image):
                 image = upright(picture)
             else:
-                image = decode(read_file(picture), self.max_pixels)
+                image = decode(read_file(picture))
             return self._transform(to_mode(image, self._mode))
         # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others.
         except Exception as error:

@@ -137,7 +137,7 @@ class BackgroundStaging:
         Raises:
             UserError: see `load_shards`.
         """
-        shards = load_shards(self.directory, self.config.max_pixels, arriving=True)
+        shards = load_shards(self.directory, arriving=True)
         return Sources(*shards)
 
     def start(self, data: Data, epoch: int) -> None:

@@ -78,7 +78,7 @@ class Trainer:
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE_CONTINUE upcycled the model
         self.throughput = Throughput()
         self.phases = phases
-        self.telemetry = Telemetry(phases, open_machine(world.device), config.run.telemetry_seconds)
+        self.telemetry = Telemetry(phases, open_machine(world.device))
         self.joules: float | None = None  # energy of all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
         self.epoch_started = time.perf_counter()
@@ -312,8 +312,6 @@ class Trainer:
         )
 
     def _record_telemetry(self, recorder: Recorder, epoch: int) -> None:
-        if not self.config.run.telemetry_seconds:
-            return
         machines = self.world.gather(self.telemetry.take())
         table = combine(machines)
         joules = energy(table)

@@ -21,6 +21,8 @@ from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import local_part, placed_like
 
 _REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
+_BETAS = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments
+_MOMENTUM = 0.9  # of SGD and LARS, Nesterov's
 
 
 def build_optimizer(
@@ -51,15 +53,11 @@ def build_optimizer(
         _check_whole_experts(model, options.name)
         stacked = expert_parameters(model).values()
         if options.name == "lars":
-            return ExpertLars(groups, stacked, learning_rate, options.momentum)
-        return ExpertLamb(groups, stacked, learning_rate, options.betas, options.eps)
+            return ExpertLars(groups, stacked, learning_rate, _MOMENTUM)
+        return ExpertLamb(groups, stacked, learning_rate, _BETAS, options.eps)
     if options.name == "sgd":
-        return torch.optim.SGD(
-            groups, lr=learning_rate, momentum=options.momentum, nesterov=options.momentum > 0
-        )
-    return torch.optim.AdamW(
-        groups, lr=learning_rate, betas=options.betas, eps=options.eps, fused=True
-    )
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=_MOMENTUM, nesterov=True)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, eps=options.eps, fused=True)
 
 
 def _check_whole_experts(model: MoEModel, name: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from swinv2_moe.train.timing import PhaseTimes
 
 _log = logging.getLogger(__name__)
+PERIOD = 5.0  # seconds between two readings
 _RATES = ("disk_read", "disk_written", "net_received", "net_sent")
 _LARGEST = ("memory", "gpu_memory")
 _ENERGY = ("cpu_joules", "gpu_joules")
@@ -156,23 +157,21 @@ class Telemetry:
     proportion to their seconds. Only the first process of each machine reads.
     """
 
-    def __init__(self, phases: PhaseTimes, machine: Machine | None, period: float) -> None:
+    def __init__(self, phases: PhaseTimes, machine: Machine | None) -> None:
         """Create the thread, which starts with the context.
 
         Args:
             machine: the machine to read; None: this process does not read.
-            period: seconds between two readings; 0: never.
         """
         self._phases = phases
         self._machine = machine
-        self._period = period
         self._sums: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()  # protects the readings
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Telemetry":
-        if self._machine is not None and self._period:
+        if self._machine is not None:
             self._times = self._phases.seconds()
             self._counters = self._machine.counters()
             self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -185,7 +184,7 @@ class Telemetry:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._period):
+        while not self._stopping.wait(PERIOD):
             self._read()
 
     def _read(self) -> None:

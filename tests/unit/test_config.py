@@ -98,9 +98,7 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["MODEL.SWINV2.NUM_HEADS", "[0, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "0"]),
         (["MODEL.SWINV2.DEPTHS", "[2, 0, 18, 2]"], ["MODEL.SWINV2.DEPTHS", "0"]),
         (["MODEL.SWINV2.DEPTHS", "[]"], ["MODEL.SWINV2.DEPTHS", "[]"]),
-        (["TRAIN.OPTIMIZER.BETAS", "[0.9, 1.5]"], ["TRAIN.OPTIMIZER.BETAS", "1.5"]),
         (["TRAIN.OPTIMIZER.EPS", "-1.0"], ["TRAIN.OPTIMIZER.EPS", "-1.0"]),
-        (["TRAIN.OPTIMIZER.MOMENTUM", "2"], ["TRAIN.OPTIMIZER.MOMENTUM", "2"]),
         (
             ["MODEL.TYPE", "swin_mo"],
             ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"],
@@ -145,10 +143,6 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["MODEL.MOE.BLOCKS", "[['a'], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "'a'", "int"]),
         # limits against sizes that would take forever
         (["DATA.IMG_SIZE", str(10**15)], ["DATA.IMG_SIZE", str(10**15), "between 1 and 65536"]),
-        (
-            ["DATA.MAX_PIXELS", "178956971"],
-            ["DATA.MAX_PIXELS", "178956971", "between 1 and 178956970"],
-        ),
     ],
 )
 def test_a_value_that_cannot_work_is_named(opts, names):
@@ -199,7 +193,7 @@ def test_keys_without_effect_are_refused_but_not_in_checkpoints(opts, says):
 def test_mixup_that_is_off_needs_no_even_batch():
     odd = ["DATA.BATCH_SIZE", "63", "AUG.MIXUP", "0.8"]
     assert "DATA.BATCH_SIZE is 63" in fails(*odd)
-    assert load_config(None, [*odd, "AUG.MIXUP_PROB", "0"]).DATA.BATCH_SIZE == 63
+    assert load_config(None, [*odd[:2], "AUG.MIXUP", "0", "AUG.CUTMIX", "0"]).DATA.BATCH_SIZE == 63
 
 
 @pytest.mark.parametrize("size", [96, 192, 384])
@@ -366,7 +360,7 @@ def test_a_file_that_is_no_configuration(content, says, tmp_path):
         ("a: &a [*a]", "too large"),
         ("SEED: !!bool x", "not what its tag says"),
         ("[1, 2]", "expected KEY: VALUE lines, found list"),
-        ("DATA: {MAX_PIXELS: -5}", "DATA.MAX_PIXELS is -5"),
+        ("DATA: {BATCH_SIZE: -5}", "DATA.BATCH_SIZE is -5"),
         ("MODEL: {SWINV2: {DEPTHS: [a, b, c, d]}}", "MODEL.SWINV2.DEPTHS[0] is 'a'"),
     ],
 )
@@ -449,5 +443,4 @@ def test_the_batch_of_a_rank_follows_from_the_global_one():
 
 
 def test_values_at_the_edge_of_what_is_allowed():
-    assert "its entries must be from 0 to below 1" in fails("TRAIN.OPTIMIZER.BETAS", "[0.9, 1.0]")
     assert "MODEL.MOE.EXCHANGE is 'static'" in fails("MODEL.MOE.EXCHANGE", "static")

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from swinv2_moe.data.images import MAX_PIXELS, decode, read_file
+from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 
@@ -57,19 +57,17 @@ class ImageFiles:
         paths: bytes [N]. It is an array, since workers would copy the memory pages of a list of
             objects.
         targets: integers [N].
-        max_pixels: maximum size of an image.
     """
 
     root: str
     paths: np.ndarray
     targets: np.ndarray
-    max_pixels: int = MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def open(self, index: int) -> Image.Image:
-        return decode(self.read(index), self.max_pixels)
+        return decode(self.read(index))
 
     def read(self, index: int) -> bytes:
         return read_file(self._path(index))

@@ -52,7 +52,7 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
     train, val = _split_folders(config, hint)
     if val is None:
         classes = _classes(train)
-        images, notes = _image_files(train, classes, config.max_pixels)
+        images, notes = _image_files(train, classes)
         parts = _split(images, classes, config.val_split)
         notes.append(
             f"DATA.VAL_SPLIT {config.val_split:g}: {len(parts[1]):,} of the {len(images):,} images"
@@ -65,8 +65,8 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         images, notes = ImageFiles(root, np.empty(0, "S1"), np.empty(0, np.int64)), []
     else:
         _check_same_classes(root, name, _classes(train), classes)
-        images, notes = _image_files(train, classes, config.max_pixels, val)
-    val_images, val_notes = _image_files(val, classes, config.max_pixels, train)
+        images, notes = _image_files(train, classes, val)
+    val_images, val_notes = _image_files(val, classes, train)
     if val == root:
         notes.append(f"{printable(root)} has no val/ folder: its class folders are used")
     elif name != "val":
@@ -214,7 +214,7 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
 
 
 def _image_files(
-    split: str, classes: list[str], max_pixels: int, other_split: str = ""
+    split: str, classes: list[str], other_split: str = ""
 ) -> tuple[ImageFiles, list[str]]:
     """The images in the class folders of a split, class by class, and messages for the log.
 
@@ -255,7 +255,7 @@ def _image_files(
             f" {shortened(empty)}{hint}"
         )
     targets = np.repeat(np.arange(len(classes)), counts)  # [N]
-    return ImageFiles(split, np.concatenate(paths), targets, max_pixels), notes
+    return ImageFiles(split, np.concatenate(paths), targets), notes
 
 
 def _real_folders(split: str, classes: list[str]) -> dict[str, str]:

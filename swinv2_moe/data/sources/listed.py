@@ -23,7 +23,7 @@ def listed(config: DataConfig) -> Sources:
 
 def _image_files(key: str, file: str, num_classes: int, config: DataConfig) -> ImageFiles:
     root, paths, targets = read_list(key, file, config.path, num_classes)
-    return ImageFiles(root, paths, targets, config.max_pixels)
+    return ImageFiles(root, paths, targets)
 
 
 def _count_classes(file: str, targets: np.ndarray) -> int:

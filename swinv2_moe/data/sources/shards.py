@@ -8,5 +8,5 @@ from swinv2_moe.dataset_registry import register_dataset
 
 @register_dataset("shards")
 def shards(config: DataConfig) -> Sources:
-    train, val, class_names = load_shards(config.path, config.max_pixels)
+    train, val, class_names = load_shards(config.path)
     return Sources(train, val, class_names)

@@ -84,12 +84,15 @@ def test_each_key_changes_pictures(make_transform, no_augmentation):
 
 
 def test_the_crop_and_the_erasing_follow_their_keys(make_transform, full_augmentation):
-    keys = {"AUG.SCALE": [0.3, 0.4], "AUG.RATIO": [0.9, 1.1], "DATA.INTERPOLATION": "nearest"}
-    erasing = {"AUG.REMODE": "rand", "AUG.RECOUNT": 3, "AUG.REPROB": 0.1}
-    crop, *_, erase = make_transform(True, full_augmentation, keys, erasing).transforms
-    assert (crop.size, tuple(crop.scale), tuple(crop.ratio)) == ((16, 16), (0.3, 0.4), (0.9, 1.1))
+    keys = {"AUG.SCALE": [0.3, 0.4], "AUG.REPROB": 0.1, "DATA.INTERPOLATION": "nearest"}
+    crop, *_, erase = make_transform(True, full_augmentation, keys).transforms
+    assert (crop.size, tuple(crop.scale), tuple(crop.ratio)) == (
+        (16, 16),
+        (0.3, 0.4),
+        (3 / 4, 4 / 3),
+    )
     assert crop.interpolation == InterpolationMode.NEAREST
-    assert (erase.probability, erase.mode, erase.max_count) == (0.1, "rand", 3)
+    assert (erase.probability, erase.mode, erase.max_count) == (0.1, "pixel", 1)
 
 
 @pytest.mark.parametrize("size", [8, 96])

@@ -120,14 +120,15 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dataset", ["folder", "list", "shards"])
-def test_the_limit_is_configured_and_what_exceeds_it_is_a_bad_image(
-    root: Path, make_data, dataset: str
+def test_what_exceeds_the_limit_is_a_bad_image(
+    root: Path, make_data, dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"DATA.DATASET": dataset, "DATA.MAX_BAD_SHARE": 0.5}
     keys |= {"DATA.TRAIN_LIST": "train.txt", "DATA.VAL_LIST": "val.txt"}
     keys["DATA.PATH"] = str(root / "shards" if dataset == "shards" else root)
     for limit, count in ((1199, 1), (1200, 0)):
-        data = build_data(make_data(keys, {"DATA.MAX_PIXELS": limit}))
+        monkeypatch.setattr(decode, "__defaults__", (limit,))
+        data = build_data(make_data(keys))
         for loader in (data.train_loader, data.val_loader):
             named = {name for batch in loader for name in batch.unreadable}
             assert len(named) <= count

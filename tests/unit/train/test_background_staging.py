@@ -42,8 +42,7 @@ def made(tmp_path_factory) -> Path:
 
 def keys_for(made: Path, **more) -> dict:
     keys = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
-    keys |= {"DATA.BATCH_SIZE": 16, "TRAIN.EPOCHS": 1}
-    keys |= {"TRAIN.WARMUP_EPOCHS": 0, "TELEMETRY_SECONDS": 0}
+    keys |= {"DATA.BATCH_SIZE": 16, "TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
     return keys | more
 
 
