@@ -86,7 +86,6 @@ PARTS = ["moe_core.router", "moe_core.soft", "moe_core.experts", "moe_core.paral
 RANKS = [
     "moe_core.parallel.machine",
     "moe_core.parallel.strategy",
-    "moe_core.parallel.traffic",
     "moe_core.parallel.comm_stream",
     "moe_core.parallel.groups",
     "moe_core.parallel.algorithm",

@@ -103,17 +103,13 @@ class _ChannelRanks(RankSubset):
         self, rows: Tensor, send: Tensor | None = None, receive: Tensor | None = None
     ) -> Tensor:
         if send is None or receive is None:
-            self._record("all_to_all", rows, [len(rows) // self.size] * self.size)
             return self._collectives.all_to_all(rows)
-        self._record("all_to_all", rows, send.tolist(), (send, receive))
         return self._collectives.exchange(rows, send.tolist(), receive.tolist())
 
     def gather(self, shard: Tensor) -> Tensor:
-        self._record("gather", shard, [len(shard)] * self.size)
         return self._collectives.all_gather(shard)
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
-        self._record("reduce_scatter", rows, [len(rows) // self.size] * self.size)
         return self._collectives.reduce_scatter(rows)
 
 
@@ -132,7 +128,6 @@ class GpuRanks(RankSubset):
         for counts in sizes:
             if counts.tolist() != numbers:
                 raise ValueError(f"{_ONLY_STATIC}: rows by rank are {counts.tolist()}")
-        self._record("all_to_all", rows, numbers, sizes)
         return self._exchange.all_to_all(rows)
 
 

@@ -7,7 +7,6 @@ from moe_core.parallel.hierarchical import Hierarchical
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.row_exchange import all_to_all
 from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, valid_r
-from moe_core.parallel.traffic import Traffic, count_traffic, record_exchanges, replay
 from moe_core.parallel.tuner import Tuner, TunerEvent
 from moe_core.ranks import CollectiveError, Ranks
 
@@ -26,14 +25,10 @@ __all__ = [
     "ParallelStrategy",
     "Ranks",
     "RowCounts",
-    "Traffic",
     "Tuner",
     "TunerEvent",
     "all_to_all",
     "calibrate",
-    "count_traffic",
     "make_expert_groups",
-    "record_exchanges",
-    "replay",
     "valid_r",
 ]

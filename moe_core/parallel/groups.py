@@ -20,7 +20,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.strategy import check_ranks_per_node
-from moe_core.parallel.traffic import record_call
 from moe_core.ranks import CollectiveError, Ranks, device_of
 
 # The process groups inside a node and between nodes; None without torch.distributed.
@@ -53,7 +52,7 @@ class RankSubset:
     subset.
 
     Args:
-        group: the expert group, to which `count_traffic` attributes the traffic.
+        group: the expert group, which errors name.
         members: the members' ranks in the expert group, including this rank.
         process_group: the process group of the members or of the expert group; None: one rank
             without torch.distributed.
@@ -84,10 +83,6 @@ class RankSubset:
         send_sizes = equal if send is None else send.tolist()
         receive_sizes = equal if receive is None else receive.tolist()
         received = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
-        sizes: tuple[Tensor, ...] = ()
-        if send is not None and receive is not None:
-            sizes = (send, receive)
-        self._record("all_to_all", rows, send_sizes, sizes)
         if send is None and receive is None and not self._is_shared:
             dist.all_to_all_single(received, rows, group=self.process_group)
             return received
@@ -104,7 +99,6 @@ class RankSubset:
         """shard [n, ...] of each member -> [P * n, ...] on every member (an all-gather)."""
         if self._is_shared:
             return self.all_to_all(torch.cat([shard] * self.size))
-        self._record("gather", shard, [len(shard)] * self.size)
         gathered = shard.new_empty(self.size * shard.shape[0], *shard.shape[1:])
         dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.process_group)
         return gathered
@@ -116,7 +110,6 @@ class RankSubset:
         shape = (num_rows, *rows.shape[1:])
         if self._is_shared:
             return self.all_to_all(rows).view(self.size, *shape).sum(0)
-        self._record("reduce_scatter", rows, [num_rows] * self.size)
         reduced = rows.new_empty(shape)
         dist.reduce_scatter_tensor(reduced, rows, group=self.process_group)
         return reduced
@@ -129,14 +122,6 @@ class RankSubset:
         for member, size in zip(self.members, sizes, strict=True):
             by_rank[member] = size
         return by_rank
-
-    def _record(
-        self, name: str, rows: Tensor, rows_to: list[int], sizes: tuple[Tensor, ...] = ()
-    ) -> None:
-        """Report a collective that sends `rows_to` [P] rows to each member."""
-        width = rows.shape[1:].numel()
-        sent = {m: size * width for m, size in zip(self.members, rows_to, strict=True)}
-        record_call(self, name, rows, sent, sizes)
 
 
 class ExpertGroup:

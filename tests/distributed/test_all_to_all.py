@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_cases import make_layer
 from torch import Tensor, nn
+from traffic import count_traffic
 
 from moe_core import MoELayer
 from moe_core.parallel import (
     ExpertGroup,
     ParallelStrategy,
     all_to_all,
-    count_traffic,
     make_expert_groups,
     valid_r,
 )

@@ -20,10 +20,7 @@ from moe_core.parallel import (
     ParallelStrategy,
     Tuner,
     all_to_all,
-    count_traffic,
     make_expert_groups,
-    record_exchanges,
-    replay,
     valid_r,
 )
 from moe_core.parallel import tuner as tuner_module
@@ -87,24 +84,6 @@ def equals_linear_over_nodes(rank: int, world_size: int) -> None:
 
 def test_a_layer_over_nodes_gives_what_it_gives_with_linear(run_processes):
     run_processes(equals_linear_over_nodes, 4, 4)
-
-
-def traffic(rank: int) -> None:
-    group = make_expert_groups(2)
-    layer = make_layer(group=group, num_experts=2, **SHAPE)
-    counted, recorded = {}, {}
-    for name in ("linear", "channels"):
-        strategy = ParallelStrategy(1, 2, name)
-        x = torch.randn(9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        with count_traffic(group) as counted[name], record_exchanges(group) as recorded[name]:
-            layer(x, strategy=strategy)
-        replay(recorded[name])
-    assert counted["channels"] == counted["linear"]
-    assert [c.shape for c in recorded["channels"]] == [c.shape for c in recorded["linear"]]
-
-
-def test_traffic_is_counted_and_replayed_as_with_linear(run_processes):
-    run_processes(traffic, 2)
 
 
 def refusals(rank: int) -> None:

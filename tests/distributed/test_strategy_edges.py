@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from traffic import count_traffic
 
 from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
 from moe_core.parallel import (
     ExpertGroup,
     ParallelStrategy,
-    count_traffic,
     make_expert_groups,
     valid_r,
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from traffic import count_traffic
 
 from moe_core.config import MoEConfig
 from moe_core.layer import MoELayer
@@ -23,7 +24,6 @@ from moe_core.parallel import (
     Machine,
     ParallelStrategy,
     calibrate,
-    count_traffic,
     valid_r,
 )
 from moe_core.parallel.cost_model import LayerShape, candidates, layer_time, ranked, volume

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, count_traffic
+from moe_core.parallel import CollectiveError, Ranks
 from moe_core.parallel.groups import _ranks_name
 
 ALONE = Ranks(None, "rank 0 of 1", "within TIMEOUT")
@@ -46,15 +46,6 @@ def test_other_errors_pass_as_they_are(error):
     with pytest.raises(type(error)) as caught, ALONE.named_errors("the sum"):
         raise error
     assert caught.value is error
-
-
-def test_traffic_is_counted_within_the_block_alone():
-    group = ExpertGroup()
-    with pytest.raises(KeyError, match="stop"), count_traffic(group) as traffic:
-        raise KeyError("stop")
-    assert not traffic.messages
-    with count_traffic(group) as again:
-        assert again is not traffic
 
 
 def test_ranks_are_named():
