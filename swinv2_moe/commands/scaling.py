@@ -31,7 +31,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 
 if TYPE_CHECKING:
-    from swinv2_moe.measure.sweep import Plan
+    from swinv2_moe.measure.sweep import SweepPlan
 
 _NOISE_SCALE_FREQ = 5  # steps
 
@@ -68,9 +68,9 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def read_plan(args: argparse.Namespace) -> Plan:
+def read_plan(args: argparse.Namespace) -> SweepPlan:
     """A variant for each optimiser and batch size, which trains until the target."""
-    from swinv2_moe.measure.sweep import Plan, Variant
+    from swinv2_moe.measure.sweep import SweepPlan, Variant
 
     variants = {}
     for word in args.optimizers:
@@ -88,7 +88,7 @@ def read_plan(args: argparse.Namespace) -> Plan:
             if separator:
                 opts += ["TRAIN.BASE_LR", rate]
             variants[name] = Variant(name, Path(args.cfg), tuple(opts))
-    return Plan(next(iter(variants)), args.seeds, variants)
+    return SweepPlan(next(iter(variants)), args.seeds, variants)
 
 
 def main() -> None:

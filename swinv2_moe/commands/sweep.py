@@ -30,7 +30,7 @@ from swinv2_moe.imports import import_arguments
 from swinv2_moe.output import say
 
 if TYPE_CHECKING:
-    from swinv2_moe.measure.sweep import Plan, Variant
+    from swinv2_moe.measure.sweep import SweepPlan, Variant
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -150,7 +150,7 @@ def check_runs(
 
 
 def run_all(
-    plan: Plan, runs: list[tuple[Variant, int]], output: Path, args: argparse.Namespace
+    plan: SweepPlan, runs: list[tuple[Variant, int]], output: Path, args: argparse.Namespace
 ) -> None:
     """Train and measure the runs. A run that fails does not stop the others.
 
@@ -166,7 +166,7 @@ def run_all(
     jobs.run_all(tasks, partial(show, plan, output, quiet=True))
 
 
-def show(plan: Plan, output: Path, quiet: bool = False) -> None:
+def show(plan: SweepPlan, output: Path, quiet: bool = False) -> None:
     """Write the results so far, and print the table."""
     from swinv2_moe.measure.sweep import as_json, markdown, read_results, summarize
 

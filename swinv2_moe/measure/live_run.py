@@ -15,7 +15,7 @@ from typing import NamedTuple
 import yaml
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import other_runs
+from swinv2_moe.files import MAX_LINE, other_runs
 from swinv2_moe.measure.run_entries import parse_entry
 from swinv2_moe.owner_file import owner
 from swinv2_moe.tables import in_words, seconds_left
@@ -36,7 +36,7 @@ class RunPosition(NamedTuple):
     step: int
 
 
-class Plan(NamedTuple):
+class RunLength(NamedTuple):
     """The length of a run, from its configuration."""
 
     epochs: int
@@ -66,7 +66,7 @@ class LiveRun:
         self._inode, self._offset = 0, 0
         self._start: dict = {}  # values at the start of the current part of the run
         self._speeds: deque[float] = deque(maxlen=_RECENT)
-        self.plan: Plan | None = None
+        self.length: RunLength | None = None
         self.losses: list[tuple[int, float]] = []  # training loss by step
         self.epochs: list[dict] = []
         self.last: dict | None = None  # the last logged step
@@ -123,8 +123,8 @@ class LiveRun:
             self.written = status.st_mtime
             with self._file.open("rb") as lines:
                 lines.seek(self._offset)
-                for line in lines:
-                    if not line.endswith(b"\n"):
+                while line := lines.readline(MAX_LINE):
+                    if not line.endswith(b"\n") and len(line) < MAX_LINE:  # it is being written
                         break
                     self._offset += len(line)
                     self._add(parse_entry(line) or {})
@@ -136,7 +136,7 @@ class LiveRun:
     def _add(self, entry: dict) -> None:
         if "environment" in entry:
             self._start = entry
-            self.plan = _read_plan(self.directory / "config.yaml")
+            self.length = _read_length(self.directory / "config.yaml")
         elif "loss" in entry:
             self.last = entry
             self._speeds.append(entry["images_per_second"])
@@ -150,7 +150,7 @@ class LiveRun:
     def position(self) -> RunPosition | None:
         """The position in the run; None before the first logged step, or if the length of an epoch
         is not known yet."""
-        if self.plan is None or self.last is None:
+        if self.length is None or self.last is None:
             return None
         steps_per_epoch = int(self._start.get("steps_per_epoch") or 0)
         epoch, epoch_end = 0, 0
@@ -162,7 +162,7 @@ class LiveRun:
             return None
         step = max(self.last["step"], epoch_end)
         epoch_step = min(step - epoch_end, steps_per_epoch)
-        epochs, max_steps, _ = self.plan
+        epochs, max_steps, _ = self.length
         return RunPosition(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
 
     def seconds_left(self, now: float) -> float | None:
@@ -174,7 +174,7 @@ class LiveRun:
         speed = median(self._speeds)
         if not isinstance(processes, int) or speed <= 0:
             return None
-        seconds_per_step = self.plan.rank_batch * processes / speed
+        seconds_per_step = self.length.rank_batch * processes / speed
         validation = 0.0
         if self.epochs:
             training = position.steps_per_epoch * seconds_per_step
@@ -183,7 +183,7 @@ class LiveRun:
         return max(left - max(now - self.written, 0.0), 0.0)
 
 
-def _read_plan(file: Path) -> Plan:
+def _read_length(file: Path) -> RunLength:
     """Read three numbers of a run's configuration, without the checks of `load_config`.
 
     Raises:
@@ -194,7 +194,7 @@ def _read_plan(file: Path) -> Plan:
             content = yaml.safe_load(stream.read(_MAX_CONFIG))
         train, batch_size = content["TRAIN"], content["DATA"]["BATCH_SIZE"]
         rank_batch = batch_size * train["ACCUMULATION_STEPS"]
-        plan = Plan(train["EPOCHS"], train["MAX_STEPS"], rank_batch)
-        if all(isinstance(number, int) for number in plan):
-            return plan
+        length = RunLength(train["EPOCHS"], train["MAX_STEPS"], rank_batch)
+        if all(isinstance(number, int) for number in length):
+            return length
     raise UserError(f"{file}: is not the configuration of a run")

@@ -73,7 +73,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The runs of one stage: each variant with the seeds from 0 to `seeds` - 1."""
 
     control: str
@@ -94,7 +94,7 @@ class Plan:
         return [v for v in self.variants.values() if not names or v.name in names]
 
 
-def read_plan(file: str | Path, stage: str | None = None, seeds: int | None = None) -> Plan:
+def read_plan(file: str | Path, stage: str | None = None, seeds: int | None = None) -> SweepPlan:
     """The plan in a YAML file, or one of its stages.
 
     Args:
@@ -115,7 +115,7 @@ def read_plan(file: str | Path, stage: str | None = None, seeds: int | None = No
         raise UserError(f"--plan {file}: {error}") from error
 
 
-def _plan(content: object, stage: str | None, seeds: int | None) -> Plan:
+def _plan(content: object, stage: str | None, seeds: int | None) -> SweepPlan:
     plan = _mapping(content, "the file", _PLAN_KEYS)
     opts = _opts(plan.get("opts", {}), "opts")
     definitions = _by_name(plan.get("variants"), "variants")
@@ -144,7 +144,7 @@ def _plan(content: object, stage: str | None, seeds: int | None) -> Plan:
     control = str(plan.get("control"))
     if control not in variants:
         raise ValueError(f"control is {control!r}, allowed: {', '.join(variants) or 'none'}")
-    return Plan(control, num_seeds, variants)
+    return SweepPlan(control, num_seeds, variants)
 
 
 def _with_grid(variants: dict[str, object], content: object) -> dict[str, object]:
@@ -332,7 +332,7 @@ def run_directory(output: Path, variant: str, seed: int) -> Path:
     return output / f"{variant}-seed{seed}"
 
 
-def read_results(output: Path, plan: Plan) -> tuple[dict[str, list[Run]], list[str]]:
+def read_results(output: Path, plan: SweepPlan) -> tuple[dict[str, list[Run]], list[str]]:
     """The finished runs of each variant, and a line for each unfinished run."""
     runs: dict[str, list[Run]] = {}
     pending = []
@@ -381,7 +381,7 @@ def read_optional(file: Path) -> dict:
     return content
 
 
-def summarize(runs: dict[str, list[Run]], plan: Plan) -> dict[str, dict]:
+def summarize(runs: dict[str, list[Run]], plan: SweepPlan) -> dict[str, dict]:
     """For each variant with a finished run: Interval or None by column; the numbers of "seeds" and
     of those that "reached" the target, which is None without a target."""
     control = {run.seed: run for run in runs[plan.control]}
@@ -429,7 +429,7 @@ def warnings(results: dict[str, dict], control: str) -> list[str]:
     return lines
 
 
-def markdown(results: dict[str, dict], plan: Plan, pending: Sequence[str] = ()) -> str:
+def markdown(results: dict[str, dict], plan: SweepPlan, pending: Sequence[str] = ()) -> str:
     """The table with notes, as Markdown. Columns without any value are omitted."""
     names = ["seeds", "top-1, %"]
     for name in next(iter(results.values()), {}):
@@ -460,7 +460,7 @@ def _cell(name: str, columns: dict, seeds: int) -> str:
     return format(value.mean, form) if form else str(value)
 
 
-def as_json(results: dict[str, dict], plan: Plan) -> dict:
+def as_json(results: dict[str, dict], plan: SweepPlan) -> dict:
     """The results as JSON values: intervals as mean and half_width."""
     variants = {}
     for name, columns in results.items():

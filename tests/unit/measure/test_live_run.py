@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure import live_run
 from swinv2_moe.measure.live_picture import picture
 from swinv2_moe.measure.live_run import LiveRun
 
@@ -71,6 +72,12 @@ def test_lines_are_taken_in_as_they_come(write):
     assert run.losses == [(5, 2.95), (11, 2.89)]
     assert [line["val_top1"] for line in run.epochs] == [41.0]
     assert run.position() == (3, 0, 10, 1, 1, 11)
+
+
+def test_a_line_without_end_is_read_in_parts(write, monkeypatch):
+    monkeypatch.setattr(live_run, "MAX_LINE", 1 << 12)
+    run = read(write(start(), "x" * (3 << 12), "x\n", logged(5)))
+    assert run.losses == [(5, 2.95)]
 
 
 def test_a_resumed_run_drops_lines(write, tmp_path):

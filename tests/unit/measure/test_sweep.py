@@ -8,8 +8,8 @@ import pytest
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.sweep import (
-    Plan,
     Run,
+    SweepPlan,
     Variant,
     interval,
     markdown,
@@ -31,7 +31,7 @@ def run(seed, top1, seconds=10.0, macs=100, target=0.0, steps=(), **summary):
 
 def plan():
     variants = {name: Variant(name, Path("a.yaml"), ()) for name in ("dense", "moe")}
-    return Plan("dense", 3, variants)
+    return SweepPlan("dense", 3, variants)
 
 
 def test_interval_of_three_values():
