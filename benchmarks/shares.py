@@ -3,138 +3,52 @@ twin.
 
     python benchmarks/shares.py                    (about 2 minutes on two cores)
 
-On a GPU the time of every kernel, under the operator that launched it; what is left of the pass,
-timed without the profiler, is when the device waits. On a CPU the time of every operator and
-autograd node without those it calls; the rest is Python.
+The phases are those of tools/roofline.py (swinv2_moe.measure.phases); the trunk's operators are
+divided by their names. On a GPU a time is of the kernels, and what is left of a pass, timed without
+the profiler, is when the device waits. On a CPU it is of the operators; the rest is Python.
 """
 
 import re
 import shlex
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from collections.abc import Iterator
 
-import torch
 from model import make_parser, plans
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
-import moe_core.layer
-from moe_core import MoELayer
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
-from swinv2_moe.measure.rounds import synchronize
-from swinv2_moe.measure.throughput import prepare, prepared_for_inference
+from swinv2_moe.measure.phases import operators
+from swinv2_moe.measure.throughput import Subject, prepare, prepared_for_inference
 from swinv2_moe.measure.throughput_report import headline
 from swinv2_moe.train.distributed import World, open_world
 
-# Kinds, as patterns for an operator's name. If operators call each other, the outermost operator
-# with a kind determines it.
-EXPERTS, EXPERTS_REST, PRODUCTS = "experts: products", "experts: besides", "other matrix products"
-ROUTING, REST, IDLE, PASS = (
-    "routing and plan",
-    "element-wise and sums",
-    "no kernel, no operator",
-    "the pass",
-)
-KINDS = {
-    # autograd calls an operator GeneratedBackwardFor_ followed by its name
-    EXPERTS: r"(moe_core::|GeneratedBackwardFor_moe_core_)(expert|moe)_ffn(_backward|_default)?",
-    # operators that the experts' operator calls besides products
-    EXPERTS_REST: r"moe_core::dropout_(noise|seed)",
-    PRODUCTS: r"aten::(linear|matmul|mm|addmm|bmm|baddbmm|_grouped_mm|conv\w*)",
-    "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+",
-    ROUTING: ROUTING,
-    "dispatch and combine": r"moe_core::(dispatch|combine|sum)_rows(_backward)?",
+REST, IDLE, PASS = "element-wise and sums", "no kernel, no operator", "the pass"
+KINDS = {  # of the trunk's operators, as patterns for their names
+    "attention": r"aten::_?scaled_dot_product_\w+|swinv2_moe::\w+|aten::(bmm|_\w*softmax\w*)",
+    "other matrix products": r"aten::(linear|matmul|mm|addmm|conv\w*)",
     "normalisation": r"aten::(native_)?layer_norm(_backward)?",
-    "optimiser": r"Optimizer\..*",
     "copies": r"aten::(copy_|to|_to_copy|clone|contiguous|cat|roll)",
     REST: "",
 }
+PHASES = ("experts", "router", "dispatch", "optimiser")
 
-Shares = dict[str, dict[str, float]]  # kind -> kernel or operator -> ms of a pass
-
-
-@contextmanager
-def routing_is_named() -> Iterator[None]:
-    """A context in which torch's operators for routing and plan in an MoE layer appear under one
-    name in the profile."""
-    with ExitStack() as stack:
-        for owner, name in (
-            (MoELayer, "_route"),
-            (MoELayer, "_plan"),
-            (moe_core.layer, "round_to_tiles"),
-        ):
-            stack.enter_context(
-                mock.patch.object(owner, name, record_function(ROUTING)(getattr(owner, name)))
-            )
-        yield
+Shares = dict[str, dict[str, float]]  # kind -> operator -> ms of a pass
 
 
-def profiled(run: Callable[[], object], passes: int, device: torch.device) -> tuple[Shares, float]:
-    """The shares of a pass, and its milliseconds under the profiler."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with routing_is_named(), profile(activities=activities, acc_events=True) as profiler:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(passes):
-            run()
-        synchronize()
-        milliseconds = 1e3 * (time.perf_counter() - start) / passes
-    return shares(profiler.events(), passes, device.type), milliseconds
-
-
-def shares(events: Iterable[FunctionEvent], passes: int, device_type: str) -> Shares:
-    """Milliseconds of a pass for each kind. The backward pass of an operator has the same kind as
-    the operator."""
-    by_kind: Shares = {kind: defaultdict(float) for kind in KINDS}
-    on_device = 0.0  # ms of all kernels
-    kinds: dict[int, str | None] = {}
-    # kind, by the sequence number that an operator shares with its backward pass
-    differentiated: dict[int, str | None] = {}
-    # parents first
-    for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
-        own = _kind(event, kinds.get(id(event.cpu_parent)), differentiated)
-        kinds[id(event)] = own
-        # such an event may have a copy of its kernels' time
-        if event.is_user_annotation and device_type == "cuda":
-            continue
-        if event.device_type != torch.autograd.DeviceType.CPU:
-            on_device += event.time_range.elapsed_us() / 1e3 / passes
-            continue
-        times = [(event.name, event.self_cpu_time_total)]
-        if device_type == "cuda":
-            times = [(kernel.name, kernel.duration) for kernel in event.kernels]
-        for name, microseconds in times:
-            by_kind[own or REST][name] += microseconds / 1e3 / passes
-    if on_device:
-        by_kind[REST]["kernels of no operator"] = on_device - sum(
-            sum(times.values()) for times in by_kind.values()
-        )
+def shares(subject: Subject, passes: int, device: str) -> Shares:
+    """Milliseconds of a pass by kind and operator."""
+    by_kind: Shares = {kind: defaultdict(float) for kind in (*PHASES, *KINDS)}
+    for _ in range(passes):
+        for phase, name, milliseconds in operators(subject.model, subject.run, device):
+            kind = phase
+            if phase == "trunk":
+                kind = next((kind for kind in KINDS if re.fullmatch(KINDS[kind], name)), REST)
+            by_kind[kind][name] += milliseconds / passes
     return by_kind
-
-
-def _kind(
-    event: FunctionEvent, parent: str | None, differentiated: dict[int, str | None]
-) -> str | None:
-    """The kind of an event; None: not known yet, its children may determine it."""
-    named = next((kind for kind, names in KINDS.items() if re.fullmatch(names, event.name)), None)
-    own = parent or named
-    if parent in (EXPERTS, EXPERTS_REST):
-        own = EXPERTS if named in (EXPERTS, PRODUCTS) else EXPERTS_REST
-    # this event encloses the backward pass of the operator with this number
-    if event.name.startswith("autograd::"):
-        return own or differentiated.get(event.sequence_nr)
-    if event.sequence_nr >= 0 and event.scope == 0:  # RecordScope::FUNCTION
-        # of several operators with one number, the last is the differentiable one
-        differentiated[event.sequence_nr] = own
-    return own
 
 
 def measure(
@@ -146,18 +60,13 @@ def measure(
         for name, config in zip(("experts", "dense"), configs, strict=True)
     }
     runs = {name: subject.run for name, subject in subjects.items()}
-    measured = {}
+    device = world.device.type
     with prepared_for_inference(subjects.values()):
-        times = timed(runs, rounds, world.device.type)
-        for name, run in runs.items():
-            parts, milliseconds = profiled(run, passes, world.device)
-            # the profiler slows down a host that launches kernels; if the host computes, both are
-            # from the same passes
-            measured[name] = (
-                parts,
-                statistics.median(times[name]) if world.device.type == "cuda" else milliseconds,
-            )
-    return measured
+        times = timed(runs, rounds, device)
+        return {
+            name: (shares(subject, passes, device), statistics.median(times[name]))
+            for name, subject in subjects.items()
+        }
 
 
 def rows(measured: dict[str, tuple[Shares, float]]) -> Iterator[list[str]]:
@@ -183,8 +92,7 @@ def main() -> None:
     command = shlex.join(["python", "benchmarks/shares.py", *sys.argv[1:]])
     lines: list[list[str]] = []
     data: list[dict] = []
-    notes = ["a kernel that computes products and activation in one is under its products"]
-    notes.append(CALLS_NOTE)
+    notes = [CALLS_NOTE]
     table = Table("Where a pass's time goes", command, columns, lines, notes, data)
     for plan in plans(args):
         title = headline(plan, 1)

@@ -187,8 +187,21 @@ def count(model: MoEModel, run: Callable[[], object]) -> dict[str, Work]:
 
 
 def milliseconds(model: MoEModel, run: Callable[[], object], device: str) -> dict[str, float]:
-    """The time of each phase in one step, without "other": on a CPU of its operators, on a GPU of
-    their kernels."""
+    """The time of each phase in one step, without "other"."""
+    found: dict[str, float] = defaultdict(float)
+    for operator in operators(model, run, device):
+        found[operator.phase] += operator.milliseconds
+    return dict(found)
+
+
+class Operator(NamedTuple):
+    phase: str
+    name: str
+    milliseconds: float
+
+
+def operators(model: MoEModel, run: Callable[[], object], device: str) -> Iterator[Operator]:
+    """The operators of one step, by torch's profiler: on a GPU the time of their kernels."""
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -196,19 +209,17 @@ def milliseconds(model: MoEModel, run: Callable[[], object], device: str) -> dic
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     with profile(activities=activities, acc_events=True) as profiler, Operators(model):
         run()
-    found: dict[str, float] = defaultdict(float)
     for event in profiler.events():
         if event.name.startswith("gloo:") and device == "cpu":
-            found["exchange"] += event.time_range.elapsed_us() / 1e3
+            yield Operator("exchange", event.name, event.time_range.elapsed_us() / 1e3)
         phase = event.name.removeprefix(_RANGE)
         if phase == event.name or event.is_async:
             continue
         for operator in event.cpu_children:
             if device == "cuda":
-                found[phase] += operator.device_time_total / 1e3
+                yield Operator(phase, operator.name, operator.device_time_total / 1e3)
             elif phase != "exchange":
-                found[phase] += operator.cpu_time_total / 1e3
-    return dict(found)
+                yield Operator(phase, operator.name, operator.cpu_time_total / 1e3)
 
 
 # The work of an operator
