@@ -1,6 +1,13 @@
-"""Choose the number of CPU threads. This must happen before torch is imported, because torch's
-OpenMP reads the number at import."""
+"""Settings of this process on a CPU: its number of threads, and what becomes of freed memory.
 
+The number of threads is chosen before torch is imported, because torch's OpenMP reads it then.
+
+A training step frees its activations, and the next step allocates as much again. By default glibc
+returns freed memory to the system, and the system then clears every page before it is used again.
+`moe_core.ops.buffers` reuses only the buffers of the experts.
+"""
+
+import ctypes
 import os
 import sys
 import time
@@ -11,6 +18,13 @@ from swinv2_moe.output import say
 _SAMPLE_SECONDS = 0.1
 # CPU quota of a container (cgroup v2): microseconds of CPU time, microseconds of a period
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# parameters of mallopt(3)
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
+_ARENA_MAX = -8
+_NEVER = -1
+_EXTRA_BYTES = 64 << 20  # by which the heap grows beyond a request that does not fit
 
 
 def choose_threads() -> None:
@@ -85,3 +99,32 @@ def _idle_times() -> dict[str, tuple[int, int]]:
             ticks = [int(word) for word in words[:8]]
             times[name] = (ticks[1] + ticks[3] + ticks[4], sum(ticks))
     return times
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed memory and not to return it to the system.
+
+    The process then stays as large as it was at its peak. This does nothing with another C library,
+    or if the environment sets glibc's allocator (MALLOC_..., GLIBC_TUNABLES).
+
+    Source: mallopt(3).
+    """
+    if _is_set_by_user():
+        return
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        return
+    # Large blocks come from the heap, too. As mappings of their own they would be returned.
+    library.mallopt(_MMAP_MAX, 0)
+    # The free end of the heap is not returned.
+    library.mallopt(_TRIM_THRESHOLD, _NEVER)
+    library.mallopt(_TOP_PAD, _EXTRA_BYTES)
+    # All threads, such as autograd's, use the main heap. The others cannot hold blocks of 64 MiB.
+    library.mallopt(_ARENA_MAX, 1)
+
+
+def _is_set_by_user() -> bool:
+    for name in os.environ:
+        if name.startswith("MALLOC_"):
+            return True
+    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")

@@ -21,7 +21,7 @@ from moe_core import check_kernels
 from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
 from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
-from swinv2_moe.malloc import keep_freed_memory
+from swinv2_moe.threads import keep_freed_memory
 
 T = TypeVar("T")
 _STORE_SECONDS = 5  # on top of the timeout, after which torch itself gives up
@@ -120,7 +120,7 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
     """Join the process group of torchrun's processes; leave it at the end of the block.
 
     Without torchrun the world is this process alone. On a CPU the process keeps freed memory
-    (`swinv2_moe.malloc`).
+    (`swinv2_moe.threads`).
 
     Args:
         device: "auto", "cpu" or "cuda".

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from swinv2_moe import malloc
+from swinv2_moe import threads
 from swinv2_moe.train import distributed
 
 # Writes blocks above 32 MiB, for each of which glibc makes a mapping by default, and smaller ones,
@@ -18,7 +18,7 @@ PROGRAM = """
 import ctypes, resource, sys
 PR_SET_THP_DISABLE = 41
 ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
-from swinv2_moe.malloc import keep_freed_memory
+from swinv2_moe.threads import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 MIB = 1 << 20
@@ -79,7 +79,7 @@ def test_the_users_settings_stay(variables):
 
 def test_another_c_library(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    malloc.keep_freed_memory()
+    threads.keep_freed_memory()
 
 
 def test_a_run_on_a_cpu_calls_it(monkeypatch):
