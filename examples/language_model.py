@@ -29,11 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import moe_core
 from moe_core import (
     MoEConfig,
     MoELayer,
-    clip_gradients,
     equal_tokens,
+    finish_gradients,
     ignore_experts,
     load_tensors,
     save_tensors,
@@ -182,9 +183,16 @@ class Text:
 # --- training
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    if device.type == "cuda":
+        return torch.bfloat16
+    return None
+
+
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy in nats per byte, and the auxiliary loss."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+    dtype = autocast_dtype(tokens.device)
+    with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
         logits, aux_loss = model(tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), aux_loss
 
@@ -200,9 +208,10 @@ def train_step(
     Args:
         replicated: the model, within DistributedDataParallel on several ranks.
     """
-    loss, aux_loss = loss_of(replicated, *batch)
-    (loss + AUX_WEIGHT * aux_loss).backward()
-    clip_gradients(model, 1.0)
+    with moe_core.step(model, autocast_dtype(batch[0].device)):
+        loss, aux_loss = loss_of(replicated, *batch)
+        (loss + AUX_WEIGHT * aux_loss).backward()
+    finish_gradients(model, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

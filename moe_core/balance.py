@@ -76,10 +76,15 @@ class BalanceBias(nn.Module):
         self.load.scatter_add_(0, ids, torch.ones_like(ids))
 
     @torch.no_grad()
-    def update(self, total: Tensor) -> None:
-        """Update the bias from `total`, the load [E] over all ranks, and reset the load to 0."""
+    def update(self, total: Tensor, applies: Tensor | bool = True) -> None:
+        """Update the bias from `total`, the load [E] over all ranks, and reset the load to 0.
+
+        Args:
+            applies: a bool scalar; False: only the load is reset.
+        """
         total = total.double()
-        self.bias += self.rate * torch.sign(total.mean() - total).to(self.bias.dtype)
+        change = self.rate * torch.sign(total.mean() - total).to(self.bias.dtype)
+        self.bias += change * applies
         self.load.zero_()
 
     def _apply(self, fn, recurse: bool = True) -> "BalanceBias":
@@ -98,13 +103,18 @@ def _load_bias_in_fp32(module: nn.Module, state: dict, prefix: str, *_) -> None:
         state[f"{prefix}bias"] = bias.float()
 
 
-def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+def update_balance(
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    applies: Tensor | bool = True,
+) -> None:
     """Update the biases of all layers with `balance="bias"`. Call it once per optimiser step.
 
     This is a collective: one all-reduce for all layers. If no layer has a bias, it does nothing.
 
     Args:
         process_group: all data-parallel ranks; None: the world, if torch.distributed is used.
+        applies: a bool scalar, equal on all ranks; False: the loads are only reset to 0.
     """
     biases = _biases(model)
     if not biases:
@@ -114,7 +124,7 @@ def update_balance(model: nn.Module, process_group: dist.ProcessGroup | None = N
         dist.all_reduce(loads, group=process_group)
     sizes = [len(balance.load) for balance in biases]
     for balance, total in zip(biases, loads.split(sizes), strict=True):
-        balance.update(total)
+        balance.update(total, applies)
 
 
 def reset_balance_loads(model: nn.Module) -> None:

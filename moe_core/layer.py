@@ -269,7 +269,7 @@ class MoELayer(nn.Module):
             batch_prioritized = config.batch_prioritized
         top_k = min(top_k, config.num_experts)
         self._check(x, top_k, capacity_factor, strategy, router)
-        if self.group.size > 1:
+        if self.group.num_ranks > 1:
             before_pass(self)
 
         tokens = x.reshape(-1, config.model_dim)  # [T, M]

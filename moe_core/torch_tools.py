@@ -14,7 +14,7 @@ These tools expect that every rank has the same parameters. For distributed expe
 # E experts of the layer, W ranks of its group, s ranks that share an expert (1 if E >= W)
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 _AVERAGED = WeakTensorKeyDictionary()
 _AVERAGES: "weakref.WeakKeyDictionary[nn.Module, _Average]" = weakref.WeakKeyDictionary()
 _LAYERS = WeakTensorKeyDictionary()  # layers of distributed experts, by parameter
+# The parameters whose gradients `average_expert_gradients` averages, with their layers. If such a
+# gradient is not averaged yet: the version of the parameter when it was computed.
+_WATCHED = WeakTensorKeyDictionary()
+_UNAVERAGED = WeakTensorKeyDictionary()
 _OPTIMIZERS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # that have hooks
 
 
@@ -79,12 +83,8 @@ def is_averaged(parameter: nn.Parameter) -> bool:
 def average_in_backward(experts: nn.Module, group: ExpertGroup) -> None:
     """Average the gradients of the experts over all data-parallel ranks in the backward pass.
 
-    A layer calls this in each forward pass, because parameters may have been replaced. A module of
-    the user's own may leave parameters unused on some replicas. With replicas it therefore needs
-    `average_expert_gradients`.
+    A layer calls this in each forward pass, because parameters may have been replaced.
     """
-    if group.num_replicas > 1 and not isinstance(experts, Experts):
-        return
     average = _AVERAGES.setdefault(experts, _Average(experts, group))
     average.ready.clear()
     for parameter in experts.parameters():
@@ -130,6 +130,67 @@ class _Average:
             waits.append(self.group.replicas.start_all_reduce(p.grad, operation))
         for wait in waits:
             wait()
+
+
+def needs_average(experts: nn.Module, group: ExpertGroup) -> bool:
+    """Whether `average_expert_gradients` must average the gradients of the experts.
+
+    A module of the user's own may leave parameters unused on some replicas, so a backward pass
+    cannot average over the replicas.
+    """
+    if not group.for_torch_tools:
+        return group.num_ranks > 1
+    return group.size > 1 and group.num_replicas > 1 and not isinstance(experts, Experts)
+
+
+def set_averaged(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that these parameters have no gradients that must be averaged."""
+    for parameter in parameters:
+        _UNAVERAGED.pop(parameter, None)
+
+
+def _watch_gradients(layer: "MoELayer") -> None:
+    """Note from now on which gradients of the layer's experts are not averaged yet."""
+    for parameter in layer.experts.parameters():
+        if parameter.requires_grad and parameter not in _WATCHED:
+            _WATCHED[parameter] = weakref.ref(layer)
+            parameter.register_post_accumulate_grad_hook(_note_gradient)
+
+
+def _note_gradient(parameter: Tensor) -> None:
+    layer = _WATCHED[parameter]()
+    if layer is None or layer.group.averaged_elsewhere:
+        return
+    if needs_average(layer.experts, layer.group):
+        _UNAVERAGED[parameter] = parameter._version
+
+
+def _check_averaged(layer: "MoELayer") -> None:
+    """Raise ValueError if the experts have changed since a backward pass whose gradients are not
+    averaged."""
+    for name, parameter in layer.experts.named_parameters():
+        version = _UNAVERAGED.get(parameter, parameter._version)
+        if parameter.grad is not None and parameter._version != version:
+            raise ValueError(
+                f"{_name_of(layer, None)}: experts.{name} was updated with a gradient that was not"
+                f" averaged over {layer.group.num_ranks} ranks: create the model again (and load"
+                " its weights), and call moe_core.finish_gradients(model, max_norm) between the"
+                " backward pass and the update"
+            )
+
+
+def _check_step(parameters: list[nn.Parameter]) -> None:
+    """Raise ValueError if an optimiser would use gradients that are not averaged."""
+    for parameter in parameters:
+        if parameter.grad is None or parameter not in _UNAVERAGED:
+            continue
+        layer = _WATCHED[parameter]()
+        names = [name for name, p in layer.experts.named_parameters() if p is parameter]
+        raise ValueError(
+            f"{_name_of(layer, None)}: the gradient of {', '.join(names)} is not averaged over"
+            f" {layer.group.num_ranks} ranks: call moe_core.finish_gradients(model, max_norm)"
+            " between the backward pass and the optimiser's step"
+        )
 
 
 # --- state dicts
@@ -215,6 +276,7 @@ def localize_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) ->
     Raises:
         ValueError: the experts are those of other ranks.
     """
+    set_averaged(layer.experts.parameters())  # a gradient of the values before
     if layer.group.size == 1:
         return
     for name, tensor in state.items():
@@ -223,7 +285,9 @@ def localize_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) ->
 
 
 def register_experts(layer: "MoELayer") -> None:
-    """Let optimisers find the layer of its parameters."""
+    """Let optimisers find the layer of its parameters, and watch gradients that need averages."""
+    if needs_average(layer.experts, layer.group):
+        _watch_gradients(layer)
     if layer.group.size > 1 and layer.group.for_torch_tools:
         for parameter in layer.experts.parameters():
             _LAYERS[parameter] = weakref.ref(layer)
@@ -280,19 +344,28 @@ def _layout(layer: "MoELayer", device_type: str) -> tuple[DeviceMesh, list[Shard
 
 def before_pass(layer: "MoELayer") -> None:
     """Check the ranks, and average the gradients of this pass. Called in each forward pass of a
-    layer whose experts are distributed.
+    layer whose experts are distributed or have replicas.
 
     Raises:
-        ValueError: DistributedDataParallel takes the experts for copies of one tensor; or weights
-            that should be equal differ between ranks.
+        ValueError: DistributedDataParallel takes the experts for copies of one tensor; weights that
+            should be equal differ between ranks; or the experts were updated with gradients that
+            were not averaged.
     """
+    if torch.compiler.is_compiling():  # experts that only have replicas
+        return
+    group = layer.group
     parallel = DistributedDataParallel._get_active_ddp_module()
-    if parallel is not None:
+    if parallel is not None and group.size > 1:
         _check_ignored(layer, parallel)
-    if not layer.group.for_torch_tools or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return
     register_experts(layer)
-    average_in_backward(layer.experts, layer.group)
+    if layer.training:
+        _check_averaged(layer)
+    if group.size == 1 or not group.for_torch_tools:
+        return
+    if not needs_average(layer.experts, group):
+        average_in_backward(layer.experts, group)
     if not layer.training:
         return
     passes = layer.num_training_passes
@@ -350,12 +423,15 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
 
     Raises:
         ValueError: it is a ZeroRedundancyOptimizer, whose step would overwrite each rank's experts
-            with those of the rank that updates them; or fully_shard has sharded the parameters of a
-            user's own experts over ranks that have different experts.
+            with those of the rank that updates them; fully_shard has sharded the parameters of a
+            user's own experts over ranks that have different experts; or gradients of experts are
+            not averaged.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if _UNAVERAGED:
+        _check_step(parameters)
     if optimizer in _OPTIMIZERS:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         _check_not_sharded(set(parameters))
     if not any(parameter in _LAYERS for parameter in parameters):

@@ -1,6 +1,14 @@
-"""Helpers for training loops with sharded experts.
+"""What a training loop calls for models with experts.
 
-They list expert parameters, average and clip gradients, and save the tuners' decisions.
+>>> with step(model, torch.bfloat16):
+...     with torch.autocast("cuda", torch.bfloat16):
+...         loss = model(batch)
+...     loss.backward()
+>>> norm = finish_gradients(model, max_norm=1.0)
+>>> optimizer.step()
+
+Their parts can be called by themselves. Other functions list the parameters of experts and save the
+tuners' decisions.
 """
 
 import math
@@ -13,12 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from moe_core.balance import update_balance
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
-from moe_core.torch_tools import ignore_experts, is_averaged
+from moe_core.torch_tools import ignore_experts, is_averaged, set_averaged
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -33,6 +42,67 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for layer_name, layer in moe_layers(model).items()
         for name, parameter in layer.experts.named_parameters()
     }
+
+
+@contextmanager
+def step(
+    model: nn.Module, dtype: torch.dtype | None = None, *, equal_tokens: bool = False
+) -> Iterator[None]:
+    """Context for the forward and backward passes of one optimiser step. No weight changes in it.
+
+    Weights are then cast once for all passes (`cast_ahead`), and with r = 0 gathered one layer
+    ahead (`gather_ahead`). It changes no result. Call `finish_gradients` after it.
+
+    Args:
+        dtype: of autocast in the forward passes; None: they do not use autocast.
+        equal_tokens: the caller guarantees that all ranks have equally many tokens in each call, as
+            in `equal_tokens`.
+    """
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(cast_ahead(model, dtype))
+        if equal_tokens:
+            stack.enter_context(_promised_equal_tokens(model))
+        stack.enter_context(gather_ahead(model, dtype))
+        yield
+
+
+@torch.no_grad()
+def finish_gradients(
+    model: nn.Module,
+    max_norm: float = 0.0,
+    *,
+    scale: float = 1.0,
+    balance: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Complete the gradients of an optimiser step: after its backward passes, before its update.
+
+    It averages the gradients of experts over the ranks where no backward pass has done so
+    (`average_expert_gradients`), divides all gradients by `scale`, clips them (`clip_gradients`)
+    and updates the biases of layers with `balance="bias"` (`update_balance`). If the norm is not
+    finite, nothing is clipped and no bias changes: skip the update, which is the same decision on
+    all ranks.
+
+    This is a collective. Every rank calls it once per optimiser step.
+
+    Args:
+        max_norm: the largest norm of the gradients of the complete model; 0: no clipping.
+        scale: the factor by which the losses were multiplied.
+        balance: False: the caller updates the biases itself.
+        process_group: all data-parallel ranks; None: the world, if torch.distributed is used.
+
+    Returns:
+        The norm before clipping, a scalar. On a GPU the host does not wait for it.
+    """
+    average_expert_gradients(model)
+    gradients = _gradients(model)
+    if scale != 1.0 and gradients:
+        torch._foreach_mul_(gradients, 1 / scale)
+    norm = clip_gradients(model, max_norm)
+    if balance:
+        update_balance(model, process_group, applies=torch.isfinite(norm))
+    return norm
 
 
 @contextmanager
@@ -51,6 +121,12 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
     >>> with equal_tokens(model):
     ...     model(batch)  # every rank has the same number of images, all of the same size
     """
+    with _promised_equal_tokens(model):
+        yield
+
+
+@contextmanager
+def _promised_equal_tokens(model: nn.Module) -> Iterator[None]:
     groups = {layer.group for layer in moe_layers(model).values()}
     promised = [group for group in groups if not group.has_equal_tokens]
     for group in promised:
@@ -89,16 +165,16 @@ def cast_ahead(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def gather_ahead(model: nn.Module) -> Iterator[None]:
-    """Context for one forward pass that calls each MoE layer of `model` once, in the order of
+def gather_ahead(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Context for forward passes that call each MoE layer of `model` once, in the order of
     `moe_layers`.
 
     It affects layers with gathered weights (r = 0). The gather of a layer's weights starts before
     the previous layer is computed, and the reduction of their gradients overlaps with the backward
     pass. Results are the same. Outside of the context a layer waits for its weights.
 
-    Enter the context within autocast. The parameters are read before the hooks of their modules
-    run. If layers are called in another order, weights are gathered twice.
+    Enter the context within autocast, or name its `dtype`. The parameters are read before the hooks
+    of their modules run. If layers are called in another order, weights are gathered twice.
 
     >>> with gather_ahead(model):
     ...     outputs = model(batch)
@@ -116,7 +192,7 @@ def gather_ahead(model: nn.Module) -> Iterator[None]:
         gathering.setdefault(layer.group, []).append(layer.experts)
     with ExitStack() as stack:
         for group, layers in gathering.items():
-            stack.enter_context(weights_ahead(layers, group))
+            stack.enter_context(weights_ahead(layers, group, dtype))
         yield
 
 
@@ -145,6 +221,7 @@ def average_expert_gradients(model: nn.Module) -> None:
             if parameter in averaged or is_averaged(parameter):
                 continue
             averaged.add(parameter)
+            set_averaged([parameter])
             if parameter.grad is None:
                 if group.num_replicas == 1 or not parameter.requires_grad:
                     continue
@@ -293,12 +370,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         The norm before clipping.
     """
     norm = global_grad_norm(model)
-    if norm.is_cuda:
-        factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
-        if max_norm > 0:
-            torch._foreach_mul_(_gradients(model), factor.clamp(max=1.0))
-    else:
+    if not norm.is_cuda:
         clip_to_norm(model, max_norm, float(norm))
+    elif max_norm > 0:
+        factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
+        torch._foreach_mul_(_gradients(model), factor.clamp(max=1.0))
     return norm
 
 

@@ -88,7 +88,8 @@ def mark_experts(model: nn.Module) -> None:
     (size,) = sizes
     for layer in layers:
         _check_consecutive(layer.group.process_group)
-        layer.group.for_torch_tools = False  # DeepSpeed averages
+        layer.group.for_torch_tools = False
+        layer.group.averaged_elsewhere = True  # by DeepSpeed
     for parameter in _expert_parameters(layers):
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = group_name(size)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_core.config import ExpertShard
-from moe_core.context import expert_dtype, first_derivative_only
+from moe_core.context import expert_dtype, first_derivative_only, in_backward
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import ExpertWeights, Int8Weights
 from moe_core.parallel.comm_stream import Wait
@@ -108,23 +108,36 @@ def _gather(tensor: Tensor, owners: RankSubset) -> Tensor:
 
 
 class GatherAhead:
-    """Starts the gather of the next layer's weights, for one forward pass.
+    """Starts the gather of the next layer's weights, in each forward pass.
 
     Args:
-        layers: the experts of the layers with r = 0, in the order of the pass.
+        layers: the experts of the layers with r = 0, in the order of a pass. The gather of the
+            first one starts at once, those of later passes start at its call.
+        dtype: that of the first layer's weights; None: that of autocast, or of the parameters.
     """
 
-    def __init__(self, layers: Sequence[Experts], group: ExpertGroup) -> None:
+    def __init__(
+        self, layers: Sequence[Experts], group: ExpertGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self._layers = list(layers)
         self._group = group
         self._waiting = list(layers)  # layers whose gather has not started
         self._pending: dict[Experts, PendingWeights] = {}
-        self._begin_next()
+        self._begin_next(dtype)
 
     def take(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights | None:
         """The gathered weights of `experts`; None if no gather was started, or in another dtype.
 
-        The gather of the next layer's weights starts before this call waits.
+        The gather of the next layer's weights starts before this call waits. A pass inside of a
+        backward pass, which recomputes activations, calls the layers in another order.
         """
+        if in_backward():
+            return None
+        is_waiting = experts in self._pending or experts in self._waiting
+        if experts is self._layers[0] and not is_waiting:  # another pass
+            self._pending.clear()
+            self._waiting = list(self._layers)
+            self._begin_next()
         pending = self._pending.pop(experts, None)
         if pending is None:
             return None
@@ -134,16 +147,22 @@ class GatherAhead:
             return None
         return weights
 
-    def _begin_next(self) -> None:
+    def _begin_next(self, dtype: torch.dtype | None = None) -> None:
         if self._waiting:
             experts = self._waiting.pop(0)
-            self._pending[experts] = PendingWeights(experts, self._group)
+            self._pending[experts] = PendingWeights(experts, self._group, dtype)
 
 
 @contextmanager
-def weights_ahead(layers: Sequence[Experts], group: ExpertGroup) -> Iterator[None]:
-    """Context for one forward pass, in which each of `layers` is called once, in this order."""
-    group.take_gathered = GatherAhead(layers, group).take
+def weights_ahead(
+    layers: Sequence[Experts], group: ExpertGroup, dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """Context for forward passes, in which each of `layers` is called once, in this order.
+
+    Args:
+        dtype: as in GatherAhead.
+    """
+    group.take_gathered = GatherAhead(layers, group, dtype).take
     try:
         yield
     finally:
@@ -158,8 +177,10 @@ class PendingWeights:
     and waits for it at the first, after the work between the two nodes.
     """
 
-    def __init__(self, experts: Experts, group: ExpertGroup) -> None:
-        self.dtype = expert_dtype(experts.w1)
+    def __init__(
+        self, experts: Experts, group: ExpertGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self.dtype = dtype or expert_dtype(experts.w1)
         self._group = group
         self._ranks = group.all_ranks()
         self._num_experts = experts.config.num_experts

@@ -158,6 +158,8 @@ class ExpertGroup:
             `state_dict` has experts as DTensors. False: gradients are sums over the group until
             `average_expert_gradients` is called once per step, and `state_dict` has this rank's
             experts as plain tensors.
+        averaged_elsewhere: another library is responsible for the gradients of the experts. An
+            optimiser step with gradients that are not averaged is then no error.
 
     Raises:
         ValueError: ranks_per_node does not divide the group; this process is not a member of the
@@ -181,6 +183,7 @@ class ExpertGroup:
         self.replica = 0 if replicas is None else replicas.rank()
         self.num_ranks = self.size * self.num_replicas
         self.for_torch_tools = True
+        self.averaged_elsewhere = False
         self._global_ranks = [0]
         if process_group is not None:
             self._global_ranks = dist.get_process_group_ranks(process_group)

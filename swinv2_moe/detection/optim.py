@@ -13,7 +13,7 @@ from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMI
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
-from moe_core import average_expert_gradients, clip_gradients, cpu_computes_in
+from moe_core import cpu_computes_in, finish_gradients
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.optim import LossScaler, off_because_slow
 
@@ -136,9 +136,7 @@ class MoEOptimWrapper(OptimWrapper):
         super().backward(loss, **kwargs)
 
     def step(self, **kwargs) -> None:
-        average_expert_gradients(self.model)
-        self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-        norm = float(clip_gradients(self.model, self.max_norm))
+        norm = float(finish_gradients(self.model, self.max_norm, scale=self.scaler.scale))
         self.message_hub.update_scalar("train/grad_norm", norm)
         finite = norm < float("inf")  # False for NaN too
         if not finite and self.scaler.exhausted:

@@ -18,7 +18,7 @@ from swinv2_moe.models import MoEModel
 from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
-from swinv2_moe.train.parallelize import local_part, placed_like
+from swinv2_moe.train.parallelize import placed_like
 
 _REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 _BETAS = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments
@@ -192,14 +192,6 @@ class LossScaler:
     def exhausted(self) -> bool:
         """Whether a smaller scale cannot make the gradients finite."""
         return not self.enabled or self.scale < self.SMALLEST
-
-    @torch.no_grad()
-    def unscale(self, gradients: list[Tensor]) -> None:
-        """Divide the gradients by the scale, in place."""
-        if self.enabled and gradients:
-            # foreach operators cannot mix sharded tensors and others
-            local = [local_part(gradient) for gradient in gradients]
-            torch._foreach_mul_(local, 1 / self.scale)
 
     def update(self, finite: bool) -> None:
         """Count a step. The scale is halved after an overflow, and doubled after GROWTH_INTERVAL

@@ -9,14 +9,11 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
+import moe_core
 from moe_core import (
-    average_expert_gradients,
-    cast_ahead,
     clip_to_norm,
-    equal_tokens,
-    gather_ahead,
+    finish_gradients,
     global_grad_dot,
-    global_grad_norm,
     moe_layers,
     reset_balance_loads,
     update_balance,
@@ -119,18 +116,19 @@ class TrainingStep:
         seed_everything(self.config.seed, step, self.world.rank)
         total = torch.zeros(2, device=self.world.device)
         needed = total.new_zeros(len(self.measured_layers))
-        with cast_ahead(self.model, self.compute_dtype):
+        with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
             for i, batch in enumerate(batches):
                 is_last = i == len(batches) - 1
-                with gradient_sync(self.wrapped, enabled=is_last), equal_tokens(self.model):
+                with gradient_sync(self.wrapped, enabled=is_last):
                     loss, aux_loss = self._forward_and_backward(batch, step, len(batches))
                 total += torch.stack([loss, aux_loss]) / len(batches)
                 needed = self._needed_factors(needed)
-        norm = self._grad_norm().reshape(1)
+        # the biases wait for the losses of all ranks
+        norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
         agreed = self._agree(total[0], needed)
         product = self.noise.inner_product(self.model)
         # the only point in a step at which the host waits for the device
-        values = torch.cat([total, norm, agreed, product]).tolist()
+        values = torch.cat([total, norm.reshape(1), agreed, product]).tolist()
         loss, aux_loss, norm, bad_loss, signalled, *measured = values
         needed_factors = measured[: len(needed)]
         is_finite = bad_loss == 0 and norm < float("inf")
@@ -162,7 +160,7 @@ class TrainingStep:
         smoothing = self.config.label_smoothing
         if self.mixup:  # mixup's targets are already smoothed
             smoothing = 0.0
-        with self.autocast(), gather_ahead(self.model):
+        with self.autocast():
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
         return loss + self.config.aux_loss_weight * aux_loss, aux_loss
@@ -174,12 +172,6 @@ class TrainingStep:
         if self.mixup:
             return self.mixup(images, targets)
         return (images, targets)
-
-    def _grad_norm(self) -> Tensor:
-        """Average and unscale the gradients, and return their global norm."""
-        average_expert_gradients(self.model)
-        self.scaler.unscale([p.grad for p in self.model.parameters() if p.grad is not None])
-        return global_grad_norm(self.model)
 
     def _needed_factors(self, earlier: Tensor) -> Tensor:
         """The elementwise maximum of `earlier` [L] and the factors that the measured layers needed

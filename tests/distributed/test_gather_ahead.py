@@ -2,14 +2,17 @@
 
 # T tokens, M model dim
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_processes import patches, recorded_calls
 from moe_cases import make_layer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from moe_core import gather_ahead, prepared
+from moe_core import gather_ahead, prepared, step
 from moe_core.parallel import ParallelStrategy, make_expert_groups
 
 LOCAL = ParallelStrategy(r=0)
@@ -93,6 +96,33 @@ def order_of_calls(rank: int) -> None:
 
 def test_weights_leave_one_layer_ahead(run_processes):
     run_processes(order_of_calls, 2)
+
+
+def several_passes(rank: int) -> None:
+    """Each pass of a step begins again; a backward pass that recomputes gathers in place."""
+    group = make_expert_groups(2)
+    network, x = Network(group), inputs(rank)
+    expected = [2 * gradient for gradient in gradients(network, x)]
+    began = []
+    submit = group.comm_stream.submit
+
+    def record(function, *tensors, process_group=None):
+        began.append(len(tensors))
+        return submit(function, *tensors, process_group=process_group)
+
+    group.comm_stream.submit = record
+    x = x.requires_grad_()
+    with step(network, torch.float64):
+        for loss_of in (network, partial(checkpoint, network, use_reentrant=False)):
+            loss_of(x).backward()
+    assert group.take_gathered is None
+    actual = [x.grad, *(parameter.grad for parameter in network.parameters())]
+    torch.testing.assert_close(actual, expected)
+    assert began == 4 * [4, 4, 4]  # forward and backward of both passes, without what is recomputed
+
+
+def test_every_pass_of_a_step_gathers_ahead(run_processes):
+    run_processes(several_passes, 2)
 
 
 def kept_while_prepared(rank: int) -> None:

@@ -98,6 +98,7 @@ def expert_group_of(group: dist.ProcessGroup | None) -> ExpertGroup:
             _expert_groups[group] = ExpertGroup(group)
         # Tutel's gradients are sums, and its state dicts hold the experts of a rank
         _expert_groups[group].for_torch_tools = False
+        _expert_groups[group].averaged_elsewhere = True
     return _expert_groups[group]
 
 

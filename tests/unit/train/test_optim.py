@@ -184,9 +184,6 @@ def test_loss_scaler():
     twin = LossScaler(enabled=True)
     twin.load(scaler.state())
     assert twin.state() == scaler.state()
-    gradient = torch.full((3,), 65536.0)
-    scaler.unscale([gradient])
-    assert gradient.tolist() == [1, 1, 1]
     while not scaler.exhausted:
         scaler.update(finite=False)
     assert scaler.scale < 1
