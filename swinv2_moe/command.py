@@ -39,7 +39,6 @@ _REGISTERED = (  # keys whose allowed values --import can extend
     "MODEL.MOE.ROUTER",
     "MODEL.MOE.AUX_LOSS",
     "MODEL.MOE.ACTIVATION",
-    "MODEL.MOE.ALL_TO_ALL",
 )
 _SCRIPT = re.compile(r"(?:tools|data)/(\w+)\.py")
 _CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"

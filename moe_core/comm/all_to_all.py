@@ -16,7 +16,7 @@ from moe_core.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
-_ONLY_STATIC = "all_to_all 'channels' between GPUs needs equal splits (MODEL.MOE.EXCHANGE static)"
+_ONLY_STATIC = "all_to_all 'channels' between GPUs needs equal splits (exchange static)"
 # The collectives of each group, by ranks per node.
 _collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
 _gpu_all_to_alls: WeakKeyDictionary[ExpertGroup, CudaAllToAll] = WeakKeyDictionary()

@@ -6,7 +6,7 @@ from moe_core.parallel.groups import ExpertGroup, make_expert_groups
 from moe_core.parallel.hierarchical import Hierarchical
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.row_exchange import all_to_all
-from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, valid_r
+from moe_core.parallel.strategy import EXCHANGES, ParallelStrategy, parse_strategy, valid_r
 from moe_core.parallel.tuner import Tuner, TunerEvent
 from moe_core.ranks import CollectiveError, Ranks
 
@@ -30,5 +30,6 @@ __all__ = [
     "all_to_all",
     "calibrate",
     "make_expert_groups",
+    "parse_strategy",
     "valid_r",
 ]

@@ -2,11 +2,15 @@
 
 # W ranks of the group, E experts of the layer, s = W / E ranks that share an expert (E < W)
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from moe_core.checks import check_integer
 from moe_core.choices import EXCHANGES
 from moe_core.registry import ALL_TO_ALLS
+
+_NUMBERS = {"r": "r", "d": "pipeline_degree", "n": "ranks_per_node"}  # letter in a text -> field
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,57 @@ class ParallelStrategy:
                 f" size of {group_size}: it must be one of {choices}"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> "ParallelStrategy":
+        """The strategy of words in any order, such as "r1 d2 2dh static n8": r, pipeline degree,
+        all-to-all, exchange and ranks per node. What is not named has its default. `str` of a
+        strategy ("r=1 d=2 2dh") is read, too.
+
+        Raises:
+            ValueError: no word, a word that means nothing or is there twice, an invalid value.
+        """
+        values: dict[str, Any] = {}
+        for word in text.split():
+            number = re.fullmatch(r"([rdn])=?(\d{1,9})", word)
+            if number:
+                name, value = _NUMBERS[number[1]], int(number[2])
+            elif word in EXCHANGES:
+                name, value = "exchange", word
+            else:
+                name, value = "all_to_all", word
+            if name in values:
+                raise ValueError(f"strategy ({text!r}) has two words for {name}")
+            values[name] = value
+        if not values:
+            raise ValueError(f"strategy ({text!r}) is empty")
+        return cls(**values)
+
     def __str__(self) -> str:
         text = f"r={self.r} d={self.pipeline_degree} {self.all_to_all}"
         if self.exchange != "counted":
             text += f" {self.exchange}"
         return text
+
+
+def parse_strategy(text: str) -> tuple[ParallelStrategy | str, int | None]:
+    """A strategy and the ranks on each node (None: the value that torchrun sets), from a text.
+
+    "auto" and "auto n8" are for a tuner, which searches the strategy. Others are those of
+    `ParallelStrategy.parse`.
+
+    Raises:
+        ValueError: the text is no strategy.
+    """
+    first, *others = text.split() or [""]
+    if first != "auto":
+        strategy = ParallelStrategy.parse(text)
+        return strategy, strategy.ranks_per_node
+    if not others:
+        return "auto", None
+    given = ParallelStrategy.parse(" ".join(others))
+    if given != ParallelStrategy(ranks_per_node=given.ranks_per_node):
+        raise ValueError(f"strategy ({text!r}) has words of a fixed strategy behind 'auto'")
+    return "auto", given.ranks_per_node
 
 
 def valid_r(num_experts: int, group_size: int) -> list[int]:

@@ -8,8 +8,6 @@ from yacs.config import CfgNode
 
 from moe_core import (
     ACTIVATIONS,
-    ALL_TO_ALLS,
-    EXCHANGES,
     GATED_ACTIVATIONS,
     KERNELS,
     LOSSES,
@@ -17,8 +15,9 @@ from moe_core import (
     ROUTING_CHOICES,
     MoEConfig,
 )
-from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
+from swinv2_moe.config.sections import ExpertsConfig
 from swinv2_moe.config.typed import layer_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
@@ -31,9 +30,6 @@ _CHOICES: dict[str, Collection] = {
     "AMP_DTYPE": ("bfloat16", "float16"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.MOE.KERNELS": KERNELS,
-    "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
-    "MODEL.MOE.ALL_TO_ALL": ALL_TO_ALLS,
-    "MODEL.MOE.EXCHANGE": EXCHANGES,
     "MODEL.MOE.ROUTER": ROUTERS,
     "MODEL.MOE.AUX_LOSS": LOSSES,
     "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
@@ -66,9 +62,6 @@ _RANGES = {  # lower and upper bounds, both included
     "MODEL.UPCYCLE_NOISE": (0, _INFINITY),
     "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
     "MODEL.MOE.EXPERT_PARALLEL_SIZE": (0, _INFINITY),
-    "MODEL.MOE.R": (0, _INFINITY),
-    "MODEL.MOE.PIPELINE_DEGREE": (1, _INFINITY),
-    "MODEL.MOE.RANKS_PER_NODE": (0, _INFINITY),
     "MODEL.MOE.TOP_K": (1, _INFINITY),
     "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
     "MODEL.MOE.CAPACITY_DROP_SHARE": (0, 0.999),
@@ -154,6 +147,7 @@ def check_config(config: CfgNode) -> None:
         _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], low, high)
     section.check(config)
     _check_routing_schedules(config)
+    _check_strategy(config)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -168,7 +162,6 @@ def check_settings(config: CfgNode) -> None:
     Checkpoints with such keys exist, so their configuration is not checked for them.
     """
     _check_keys_of_routing(config)
-    _check_keys_of_strategy(config)
     for key in ("NEW_HEAD", "CLASS_MAP"):
         value = config.MODEL[key]
         if value and not config.MODEL.PRETRAINED:
@@ -276,16 +269,16 @@ def _check_keys_of_routing(config: CfgNode) -> None:
         )
 
 
-def _check_keys_of_strategy(config: CfgNode) -> None:
-    moe, defaults = config.MODEL.MOE, default_config().MODEL.MOE
-    if moe.STRATEGY == "fixed":
+def _check_strategy(config: CfgNode) -> None:
+    text = config.MODEL.MOE.STRATEGY
+    if text in ("auto", ExpertsConfig.strategy):
         return
-    for key in ("R", "PIPELINE_DEGREE", "ALL_TO_ALL", "EXCHANGE"):
-        if moe[key] != defaults[key]:
-            raise UserError(
-                f"MODEL.MOE.{key} is {moe[key]!r}: it has no effect with MODEL.MOE.STRATEGY"
-                f" {moe.STRATEGY!r}, only with 'fixed'"
-            )
+    from moe_core.parallel import parse_strategy  # imports torch
+
+    try:
+        parse_strategy(text)
+    except ValueError as error:
+        raise UserError(f"MODEL.MOE.STRATEGY is {text!r}: {error}") from error
 
 
 def _check_schedule(config: CfgNode) -> None:

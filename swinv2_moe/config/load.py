@@ -47,11 +47,22 @@ class Retired(NamedTuple):
     """A key of earlier versions, which files and checkpoints may still have."""
 
     default: object  # other values are converted to its type
-    became: str  # what holds now, for "KEY (value) is no key any more: ..."
+    # what holds now, for "KEY (value) is no key any more: ..."; an example of `moved_to`
+    became: str
     # With another value, trained weights computed something else: such values are refused.
     shapes_weights: bool = False
+    moved_to: str = ""  # the key that has its value now
 
 
+_STRATEGY_KEYS = {  # default, and how MODEL.MOE.STRATEGY says another value
+    "MODEL.MOE.RANKS_PER_NODE": Retired(0, "'auto n8'", moved_to="MODEL.MOE.STRATEGY"),
+    "MODEL.MOE.R": Retired(1, "'r0 d1 linear'", moved_to="MODEL.MOE.STRATEGY"),
+    "MODEL.MOE.PIPELINE_DEGREE": Retired(1, "'r1 d4 linear'", moved_to="MODEL.MOE.STRATEGY"),
+    "MODEL.MOE.ALL_TO_ALL": Retired("linear", "'r1 d1 2dh'", moved_to="MODEL.MOE.STRATEGY"),
+    "MODEL.MOE.EXCHANGE": Retired(
+        "counted", "'r1 d1 linear static'", moved_to="MODEL.MOE.STRATEGY"
+    ),
+}
 RETIRED = {
     "TELEMETRY_SECONDS": Retired(5.0, "the machine is read every 5 seconds"),
     "DATA.PIN_MEMORY": Retired(True, "batches for a GPU are always pinned"),
@@ -61,6 +72,7 @@ RETIRED = {
     "MODEL.SWINV2.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.MLP_RATIO": Retired(4.0, "it is always 4", shapes_weights=True),
+    **_STRATEGY_KEYS,
     "MODEL.MOE.BALANCE_RATE": Retired(1e-3, "it is always 0.001"),
     "MODEL.MOE.SLOTS_PER_EXPERT": Retired(
         0, "the slots together are as many as the tokens of an image", shapes_weights=True
@@ -76,6 +88,7 @@ RETIRED = {
     "AUG.MIXUP_SWITCH_PROB": Retired(0.5, "mixup and cutmix are equally likely, if both are on"),
     "AUG.MIXUP_MODE": Retired("batch", "one ratio is drawn for a batch"),
 }
+_OLD_VALUES = {"MODEL.MOE.STRATEGY": ("off", "fixed", "auto")}
 _LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
 
 
@@ -154,23 +167,73 @@ def _warn_once(line: str) -> None:
         _log.warning("%s", line)
 
 
-def translate(values: Mapping[str, object]) -> dict[str, object]:
-    """`values` without the keys of RETIRED. What became of each is logged.
+def translate(values: Mapping[str, object], is_saved: bool = False) -> dict[str, object]:
+    """`values` without retired keys and values. What became of each is logged.
+
+    Args:
+        is_saved: by a run, which saves every key: nobody needs to be told of a default, nor of a
+            value that another key has now.
 
     Raises:
-        UserError: a retired key with a value that trained weights depend on.
+        UserError: a retired key with a value that trained weights depend on, or that nothing has
+            now, or beside the key that has its value now.
     """
-    translated = {}
-    for key, value in values.items():
-        retired = RETIRED.get(key)
-        if retired is None:
-            translated[key] = value
+    new = {key: value for key, value in values.items() if key not in RETIRED}
+    old = {key: value for key, value in values.items() if key in RETIRED}
+    moved = _moved(old, new)
+    for key, value in old.items():
+        retired = RETIRED[key]
+        is_default = value == retired.default
+        if is_saved and (is_default or retired.moved_to):
             continue
         line = f"{key} ({_shown(value)}) is no key any more: {retired.became}"
-        if retired.shapes_weights and value != retired.default:
+        if retired.moved_to:
+            line = f"{key} ({_shown(value)}) is a part of {retired.moved_to} now: {retired.became}"
+            if not is_default and retired.moved_to not in moved:
+                raise UserError(line)
+        if retired.shapes_weights and not is_default:
             raise UserError(f"{line}; commit {_LAST_COMMIT} is the last that can use this value")
         _warn_once(line)
-    return translated
+    return new | moved
+
+
+def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
+    """The keys and values that have retired values now.
+
+    Args:
+        old: retired keys and their values.
+        new: the others.
+    """
+    for key, value in old.items():
+        heir = RETIRED[key].moved_to
+        if heir in new and new[heir] not in _OLD_VALUES.get(heir, ()):
+            raise UserError(
+                f"{key} is {_shown(value)}, but {heir} is {_shown(new[heir])}, which has its value"
+                " now: leave the former out"
+            )
+    moved = _moved_strategy(old, new)
+    if old.get("AUG.MIXUP_PROB") == 0:
+        moved |= {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+    return moved
+
+
+def _moved_strategy(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
+    """MODEL.MOE.STRATEGY from its value of earlier versions and the five keys that it replaces."""
+    ranks, *keys = _STRATEGY_KEYS
+    values = {key: old.get(key, RETIRED[key].default) for key in _STRATEGY_KEYS}
+    kind = new.get("MODEL.MOE.STRATEGY")
+    if kind == "fixed":
+        r, degree, all_to_all, exchange = (values[key] for key in keys)
+        text = f"r{r} d{degree} {all_to_all} {exchange}".removesuffix(" counted")
+    elif kind == "off" or (kind is None and values[ranks]):
+        text = "r1 d1 linear"
+    elif kind == "auto":
+        text = "auto"
+    else:
+        return {}
+    if values[ranks]:
+        text += f" n{values[ranks]}"
+    return {"MODEL.MOE.STRATEGY": text}
 
 
 def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNode:
@@ -186,7 +249,7 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
         if not isinstance(content, dict):
             raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
         values = _checked(content, default_config())
-        _lay_over(config, translate(_without_retired_defaults(values)))
+        _lay_over(config, translate(values, is_saved=True))
         check_config(config)
     except (ValueError, UserError) as error:
         raise UserError(
@@ -196,15 +259,6 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     check_config(config)
     config.freeze()
     return config
-
-
-def _without_retired_defaults(values: dict[str, object]) -> dict[str, object]:
-    """What a checkpoint holds has all keys of its time, of which nobody has set most."""
-    return {
-        key: value
-        for key, value in values.items()
-        if key not in RETIRED or value != RETIRED[key].default
-    }
 
 
 def as_opts(values: Mapping[str, object]) -> list[str]:

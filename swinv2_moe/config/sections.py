@@ -164,22 +164,16 @@ class ExpertsConfig:
     num_experts: int = 0  # number of experts over all ranks; 0: the dense model
     # ranks per expert group; the groups are replicas; 0: all ranks
     expert_parallel_size: int = 0
-    # how the ranks of a group exchange data. `off`: no chunks, linear all-to-all; `fixed`: the five
-    # keys below; `auto`: the tuner searches, for training and for validation, and again when times
-    # drift
-    strategy: str = "off"
-    # 0: weights are gathered; 1: tokens are sent; with fewer experts than ranks, any divisor of
-    # ranks / experts
-    r: int = 1
-    pipeline_degree: int = 1  # number of chunks whose exchange overlaps with computation
-    # `2dh`: inside the nodes, then between them; `channels`: CPU processes through shared memory
-    # inside a machine, in one message to each other machine; the GPUs of one machine (with
-    # `EXCHANGE static`)
-    all_to_all: str = "linear"
-    # `counted`: ranks exchange the numbers of rows, then the rows; `static`: each expert receives
-    # as many rows as its capacity from each rank, so no numbers are exchanged
-    exchange: str = "counted"
-    ranks_per_node: int = 0  # for `2dh`; 0: from torchrun
+    # how the ranks of a group exchange data, words in any order. `r0`: weights are gathered; `r1`:
+    # tokens are sent; with fewer experts than ranks `r` may be any divisor of ranks / experts.
+    # `d4`: in 4 chunks, whose exchange overlaps with computation. `linear`; `2dh`: inside the
+    # nodes, then between them; `channels`: CPU processes through shared memory inside a machine, in
+    # one message to each other machine, or the GPUs of one machine (with `static`); a registered
+    # name. `static`: each expert receives as many rows as its capacity from each rank, so no
+    # numbers of rows are exchanged (`counted`). `n8`: ranks on each node, otherwise torchrun's. In
+    # place of these `auto`, or `auto n8`: the tuner searches, for training and for validation, and
+    # again when times drift
+    strategy: str = "r1 d1 linear"
     # for each stage, the blocks (from 0) whose FFN is a mixture of experts
     blocks: tuple[tuple[int, ...], ...] = ((), (), (), ())
     # in training in place of `TOP_K`, such as `epoch 0:2 10:1`; evaluation uses `TOP_K`

@@ -60,6 +60,7 @@ from swinv2_moe.measure.spread import Times, ratios
 from swinv2_moe.measure.throughput_options import PASSES
 from swinv2_moe.measure.throughput_plan import Combination, Plan
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
+from swinv2_moe.models.build import configured_strategy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.optim import build_autocast
@@ -138,7 +139,7 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterat
             "--graph": graph,
         }
         check_same_start(flatten(config) | measured, world)
-        if world.size > 1 and model_config(config).experts.strategy == "auto":
+        if world.size > 1 and configured_strategy(model_config(config).experts) == "auto":
             raise UserError(
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core.parallel import ExpertGroup, ParallelStrategy
+from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
 from swinv2_moe.config import ExpertsConfig, ModelConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
@@ -72,18 +72,8 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
 
 
 def configured_strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
-    """The strategy from MODEL.MOE.STRATEGY and the keys of a fixed strategy; "auto" for a tuner."""
-    if experts.strategy == "fixed":
-        return ParallelStrategy(
-            experts.r,
-            experts.pipeline_degree,
-            experts.all_to_all,
-            experts.ranks_per_node or None,
-            experts.exchange,
-        )
-    if experts.strategy == "auto":
-        return "auto"
-    return ParallelStrategy()
+    """The strategy of MODEL.MOE.STRATEGY; "auto" for a tuner."""
+    return parse_strategy(experts.strategy)[0]
 
 
 def measure_model(config: ModelConfig, num_classes: int) -> Complexity:

@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_core import check_kernels
-from moe_core.parallel import CollectiveError, ExpertGroup, Ranks, make_expert_groups
+from moe_core.parallel import (
+    CollectiveError,
+    ExpertGroup,
+    Ranks,
+    make_expert_groups,
+    parse_strategy,
+)
 from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.threads import keep_freed_memory
@@ -309,8 +315,9 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
     if world.group is None:
         return None
     try:
+        _, ranks_per_node = parse_strategy(config.strategy)
         group = make_expert_groups(
-            config.expert_parallel_size or world.size, world.timeout, config.ranks_per_node or None
+            config.expert_parallel_size or world.size, world.timeout, ranks_per_node
         )
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error

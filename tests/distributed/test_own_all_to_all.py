@@ -241,13 +241,14 @@ def test_an_unknown_name_is_refused_with_the_nearest(ring_file):
 
 
 def test_the_configuration_takes_it(ring_file):
-    opts = ["MODEL.MOE.STRATEGY", "fixed", "MODEL.MOE.ALL_TO_ALL", "ring"]
-    with pytest.raises(UserError, match=r"MODEL.MOE.ALL_TO_ALL is 'ring', allowed: linear, 2dh"):
+    opts = ["MODEL.MOE.STRATEGY", "r1 ring"]
+    message = r"MODEL.MOE.STRATEGY is 'r1 ring': all_to_all \('ring'\) must be one of linear, 2dh"
+    with pytest.raises(UserError, match=message):
         load_config(None, opts)
     import_file(ring_file)
-    assert load_config(None, opts).MODEL.MOE.ALL_TO_ALL == "ring"
-    with pytest.raises(UserError, match="did you mean ring"):
-        load_config(None, ["MODEL.MOE.ALL_TO_ALL", "rinq"])
+    assert load_config(None, opts).MODEL.MOE.STRATEGY == "r1 ring"
+    with pytest.raises(UserError, match="did you mean 'ring'"):
+        load_config(None, ["MODEL.MOE.STRATEGY", "rinq"])
 
 
 def test_an_algorithm_without_send_cannot_be_used():

@@ -2,6 +2,7 @@
 tuner's decisions."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def run(tmp_path_factory, start_ranks, small):
     def start(ranks: int, keys: str, *resume: Path) -> tuple[Path, str]:
         output = tmp_path_factory.mktemp("run") / "run"
         resume = ["--resume", *resume] if resume else []
-        opts = [*small, EXACT, "DATA.BATCH_SIZE", 32 // ranks, "TRAIN.MAX_STEPS", STEPS, keys]
+        opts = [*small, EXACT, "DATA.BATCH_SIZE", 32 // ranks, "TRAIN.MAX_STEPS", STEPS]
+        opts += map(Path, shlex.split(keys))  # paths are not split at spaces
         words = [*CFG, "--output", output, *resume, "--opts", *opts]
         ended = start_ranks(ranks, "tools/train.py", *words)
         assert [outcome.status for outcome in ended] == [0] * ranks, ended
@@ -50,17 +52,14 @@ def tuned(run):
 
 
 KEYS = {
-    "parts of experts": (
-        "MODEL.MOE.STRATEGY fixed MODEL.MOE.R 2 MODEL.MOE.PIPELINE_DEGREE 2"
-        " MODEL.MOE.ALL_TO_ALL 2dh MODEL.MOE.RANKS_PER_NODE 2"
-    ),
+    "parts of experts": "MODEL.MOE.STRATEGY 'r2 d2 2dh n2'",
     "replicas": "MODEL.MOE.EXPERT_PARALLEL_SIZE 1 MODEL.MOE.STRATEGY auto",
     # A capacity of 2 for 2 experts has room for all tokens.
     "static": (
-        "MODEL.MOE.STRATEGY fixed MODEL.MOE.EXCHANGE static MODEL.MOE.PIPELINE_DEGREE 2"
+        "MODEL.MOE.STRATEGY 'd2 static'"
         " MODEL.MOE.CAPACITY_FACTOR 2 MODEL.MOE.EVAL_CAPACITY_FACTOR 2"
     ),
-    "weights": "MODEL.MOE.STRATEGY fixed MODEL.MOE.R 0",
+    "weights": "MODEL.MOE.STRATEGY r0",
 }
 
 

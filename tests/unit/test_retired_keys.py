@@ -6,6 +6,7 @@ import logging
 import pytest
 import yaml
 
+from moe_core.parallel import ParallelStrategy, parse_strategy
 from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
 from swinv2_moe.errors import UserError
 
@@ -42,7 +43,11 @@ def another(value):
     return value + 1
 
 
-@pytest.mark.parametrize("key", load.RETIRED)
+REMOVED = [key for key, retired in load.RETIRED.items() if not retired.moved_to]
+MOVED = [key for key, retired in load.RETIRED.items() if retired.moved_to]
+
+
+@pytest.mark.parametrize("key", REMOVED)
 def test_its_default_changes_nothing_and_is_reported_where_somebody_wrote_it(key, tmp_path, lines):
     value = load.RETIRED[key].default
     said = [f"{key} ({value!r}) is no key any more: {load.RETIRED[key].became}"]
@@ -57,7 +62,19 @@ def test_its_default_changes_nothing_and_is_reported_where_somebody_wrote_it(key
     assert lines() == []
 
 
-@pytest.mark.parametrize("key", load.RETIRED)
+@pytest.mark.parametrize("key", MOVED)
+def test_a_value_that_another_key_has_now(key, lines):
+    retired = load.RETIRED[key]
+    text = yaml.safe_dump(nested(key, retired.default))
+    assert flatten(config_from_text(text, "run")) == flatten(default_config())
+    assert lines() == []
+    assert flatten(load_config(None, [key, str(retired.default)])) == flatten(default_config())
+    assert lines() == [
+        f"{key} ({retired.default!r}) is a part of {retired.moved_to} now: {retired.became}"
+    ]
+
+
+@pytest.mark.parametrize("key", REMOVED)
 def test_another_value_is_reported_or_refused(key, lines):
     retired = load.RETIRED[key]
     value = another(retired.default)
@@ -83,3 +100,73 @@ def test_old_values_are_read_in_their_old_type(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"^TRAIN\.OLD \(1\.0\) is no key any more: it is 0\.5"):
         load_config(None, ["TRAIN.OLD", "1"])
     load_config(None, ["TRAIN.OLD", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("STRATEGY off", "r1 d1 linear"),
+        ("STRATEGY off RANKS_PER_NODE 2 R 0", "r1 d1 linear n2"),
+        ("STRATEGY auto", "auto"),
+        ("STRATEGY auto RANKS_PER_NODE 8", "auto n8"),
+        ("STRATEGY fixed", "r1 d1 linear"),
+        ("STRATEGY fixed R 0 PIPELINE_DEGREE 2", "r0 d2 linear"),
+        ("STRATEGY fixed ALL_TO_ALL 2dh EXCHANGE static RANKS_PER_NODE 4", "r1 d1 2dh static n4"),
+        ("RANKS_PER_NODE 2", "r1 d1 linear n2"),
+    ],
+)
+def test_the_six_keys_of_a_strategy(old, now, lines):
+    opts, group, words = [], {}, old.split()
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        opts += [f"MODEL.MOE.{name}", value]
+        group[name] = int(value) if value.isdigit() else value
+    config = load_config(None, opts)
+    assert now == config.MODEL.MOE.STRATEGY
+    lines()
+    config = config_from_text(yaml.safe_dump({"MODEL": {"MOE": group}}), "run")
+    assert now == config.MODEL.MOE.STRATEGY
+    assert lines() == []
+
+
+def test_a_strategy_is_merged_from_a_file_and_its_base(tmp_path):
+    base = {"MODEL": {"MOE": {"STRATEGY": "fixed", "ALL_TO_ALL": "2dh"}}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"BASE": ["base.yaml"], "MODEL": {"MOE": {"R": 0}}}))
+    assert load_config(file).MODEL.MOE.STRATEGY == "r0 d1 2dh"
+    opts = ["MODEL.MOE.PIPELINE_DEGREE", "4"]
+    assert load_config(file, opts).MODEL.MOE.STRATEGY == "r0 d4 2dh"
+
+
+@pytest.mark.parametrize(
+    ("opts", "says"),
+    [
+        (["MODEL.MOE.R", "0"], "MODEL.MOE.R (0) is a part of MODEL.MOE.STRATEGY now: 'r0 d1"),
+        (
+            ["MODEL.MOE.R", "0", "MODEL.MOE.STRATEGY", "d4 2dh"],
+            "MODEL.MOE.R is 0, but MODEL.MOE.STRATEGY is 'd4 2dh', which has its value now",
+        ),
+        (["MODEL.MOE.STRATEGY", "r1 r2"], "'r1 r2': strategy ('r1 r2') has two words for r"),
+        (["MODEL.MOE.STRATEGY", ""], "MODEL.MOE.STRATEGY is '': strategy ('') is empty"),
+        (["MODEL.MOE.STRATEGY", "auto r0"], "has words of a fixed strategy behind 'auto'"),
+        (["MODEL.MOE.STRATEGY", "d0"], "pipeline_degree (0) must be"),
+        (["MODEL.MOE.STRATEGY", "r0 static"], "r (0) must be 1 with exchange 'static'"),
+        (["MODEL.MOE.STRATEGY", "r1 linaer"], "all_to_all ('linaer') must be one of linear"),
+    ],
+)
+def test_a_strategy_that_cannot_be_meant(opts, says):
+    with pytest.raises(UserError) as caught:
+        load_config(None, opts)
+    assert says in str(caught.value)
+
+
+def test_a_strategy_is_read_as_it_is_written():
+    strategy = ParallelStrategy(1, 2, "2dh", 8, "static")
+    assert ParallelStrategy.parse(f"{strategy} n8") == strategy
+    assert parse_strategy("2dh n4 d2") == (ParallelStrategy(1, 2, "2dh", 4), 4)
+    assert parse_strategy("auto n8") == ("auto", 8)
+
+
+def test_mixing_that_was_switched_off():
+    aug = load_config(None, ["AUG.MIXUP_PROB", "0", "DATA.BATCH_SIZE", "63"]).AUG
+    assert (aug.MIXUP, aug.CUTMIX) == (0, 0)

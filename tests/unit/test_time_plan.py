@@ -78,7 +78,7 @@ def test_the_strategy_is_that_of_the_run():
 
     assert strategy() == ParallelStrategy()
     assert strategy("MODEL.MOE.STRATEGY", "auto") is None
-    fixed = strategy("MODEL.MOE.STRATEGY", "fixed", "MODEL.MOE.PIPELINE_DEGREE", "2")
+    fixed = strategy("MODEL.MOE.STRATEGY", "d2")
     assert fixed == ParallelStrategy(1, 2)
 
 
