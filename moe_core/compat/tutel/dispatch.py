@@ -1,4 +1,5 @@
-"""`tutel.impls.fast_dispatch`: routing, and padded buffers `[E, C, M]` of each expert's tokens."""
+"""`tutel.impls.fast_dispatch` and `tutel.impls.losses`: routing, auxiliary losses computed from
+scores, and padded buffers `[E, C, M]` of each expert's tokens."""
 
 # T tokens, E experts, C capacity, K top-k, M model dim
 
@@ -10,8 +11,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_core.capacity import expert_capacity
-from moe_core.compat.tutel.communicate import simple_all_reduce
-from moe_core.compat.tutel.losses import gshard_loss
+from moe_core.compat.tutel.net import simple_all_reduce
+from moe_core.losses import expected_load, gshard_sums, squared_variation
+from moe_core.losses import gshard_loss as loss_of_sums
+
+
+def gshard_loss(scores_w_noise: Tensor, top_ids: Tensor) -> Tensor:
+    """GShard's loss, a scalar, from the probabilities [T, E] and the experts [T, K] chosen by them.
+
+    Source: GShard, arXiv 2006.16668, section 2.2.
+    """
+    sums = gshard_sums(scores_w_noise, top_ids[:, 0].long())
+    return loss_of_sums(sums, scores_w_noise.shape[0])
+
+
+def load_importance_loss(
+    scores_wo_noise: Tensor, topk_logits: Tensor, num_global_experts: int, gate_noise: float
+) -> Tensor:
+    """The mean of importance loss and load loss, a scalar.
+
+    It compares a probability with a logit, as Tutel does (its issue 240). With one expert it is 0;
+    Tutel's loss is NaN.
+
+    Args:
+        scores_wo_noise: softmax of the logits without noise [T, E].
+        topk_logits: the chosen experts' logits with noise [T, K], in descending order.
+
+    Raises:
+        ValueError: `gate_noise` is not above 0.
+    """
+    if not gate_noise > 0:
+        raise ValueError(f"gate_noise ({gate_noise}) must be above 0 for the load-importance loss")
+    probs = scores_wo_noise.float()
+    load = expected_load(probs, topk_logits[:, -1].float(), gate_noise / num_global_experts)
+    return squared_variation(torch.stack([probs.sum(0), load])).mean()
 
 
 class Critical(NamedTuple):

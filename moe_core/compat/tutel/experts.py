@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from moe_core.activations import relu
 from moe_core.compat.tutel.activations import KnownActivation, recognise
-from moe_core.compat.tutel.communicate import zero_gather
 from moe_core.compat.tutel.groups import create_groups_from_world
+from moe_core.compat.tutel.net import zero_gather
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import DispatchPlan, ExpertWeights

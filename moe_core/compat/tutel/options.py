@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from moe_core.compat.tutel.communicate import get_world_size
 from moe_core.compat.tutel.experts import FusedExpertsNetwork, LlamaFFNNetwork
 from moe_core.compat.tutel.gates import CosineTopKGate, LinearTopKGate
+from moe_core.compat.tutel.net import get_world_size
 
 # Environment variables of Tutel that skip a part of the layer, for measurements of the rest.
 _UNSUPPORTED_VARIABLES = ("SKIP_A2A", "SKIP_EXPERT")

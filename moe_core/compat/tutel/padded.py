@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_core.compat.tutel.communicate import exchange
 from moe_core.compat.tutel.dispatch import (
     Critical,
     extract_critical,
     fast_decode,
     fast_encode,
     get_dispatch_count,
+    gshard_loss,
+    load_importance_loss,
 )
 from moe_core.compat.tutel.gates import gate_logits
-from moe_core.compat.tutel.losses import gshard_loss, load_importance_loss
+from moe_core.compat.tutel.net import exchange
 from moe_core.compat.tutel.options import Call
 from moe_core.context import without_autocast
 

@@ -13,7 +13,7 @@ from moe_core import MoEConfig, MoELayer
 from moe_core.compat.tutel import layer as layer_module
 from moe_core.compat.tutel import moe, net, system
 from moe_core.compat.tutel.activations import KnownActivation, recognise
-from moe_core.compat.tutel.losses import gshard_loss, load_importance_loss
+from moe_core.compat.tutel.dispatch import gshard_loss, load_importance_loss
 from moe_core.tutel import from_tutel, to_tutel
 
 

@@ -13,7 +13,7 @@ _MODULES = {
     "moe": "moe",
     "impls.communicate": "net",
     "impls.fast_dispatch": "dispatch",
-    "impls.losses": "losses",
+    "impls.losses": "dispatch",
     "impls.moe_layer": "layer",
     "jit_kernels.gating": "dispatch",
 }
