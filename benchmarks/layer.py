@@ -35,12 +35,12 @@ import torch
 import torch.nn.functional as F
 from peers import BUILT_IN, SwiGLU, libraries, routed
 from results_file import Table, keep, publish
-from timing import CALLS_NOTE, graph_replay, timed
+from timing import CALLS_NOTE, timed
 from torch import Tensor, nn
 
 from moe_core import KERNELS, MoEConfig, MoELayer, prepared
 from moe_core.activations import hidden_layer
-from swinv2_moe.measure.rounds import matrix_product
+from swinv2_moe.measure.rounds import capture, matrix_product
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
 SHAPES = {
@@ -287,7 +287,7 @@ class Case:
         """
         runs = {name: self.alternatives[name] for name in REPLAYED}
         steps = {name: partial(self.gradients, name) for name in REPLAYED}
-        return self._timed(runs, steps, rounds, capture=graph_replay)
+        return self._timed(runs, steps, rounds, capture=capture)
 
     def gradients(self, name: str) -> None:
         """A training step that returns its gradients. It does not accumulate them, because

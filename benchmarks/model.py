@@ -26,11 +26,16 @@ from yacs.config import CfgNode
 
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
+from swinv2_moe.measure.configurations import Combination, Options, Plan, combinations
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
-from swinv2_moe.measure.throughput import Row, Subject, measure, prepare, prepared_for_inference
-from swinv2_moe.measure.throughput_options import Options
-from swinv2_moe.measure.throughput_plan import Combination, Plan, combinations
-from swinv2_moe.measure.throughput_report import headline
+from swinv2_moe.measure.throughput import (
+    Row,
+    Subject,
+    headline,
+    measure,
+    prepare,
+    prepared_for_inference,
+)
 from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.train.distributed import open_world

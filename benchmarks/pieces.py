@@ -20,13 +20,14 @@ from pathlib import Path
 import torch
 from layer import SHAPES
 from results_file import Table, keep, publish
-from timing import CALLS_NOTE, graph_replay, timed
+from timing import CALLS_NOTE, timed
 from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.context import without_autocast
 from moe_core.ops import combine, dispatch, make_plan
 from moe_core.router import route
+from swinv2_moe.measure.rounds import capture
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
 LAYER = "the whole layer"
@@ -132,7 +133,7 @@ class Bench:
 
 def replayed(calls: Calls) -> Calls:
     """The calls as CUDA graphs. Raises RuntimeError if a call cannot be captured."""
-    return {name: graph_replay(call) for name, call in calls.items()}
+    return {name: capture(call) for name, call in calls.items()}
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, tuple[dict, dict]]:

@@ -22,8 +22,7 @@ from timing import CALLS_NOTE, timed
 from swinv2_moe.command import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.phases import operators
-from swinv2_moe.measure.throughput import Subject, prepare, prepared_for_inference
-from swinv2_moe.measure.throughput_report import headline
+from swinv2_moe.measure.throughput import Subject, headline, prepare, prepared_for_inference
 from swinv2_moe.train.distributed import World, open_world
 
 REST, IDLE, PASS = "element-wise and sums", "no kernel, no operator", "the pass"

@@ -13,14 +13,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from swinv2_moe.measure.rounds import interleaved, synchronize
 from swinv2_moe.measure.spread import Times
 
 MILLISECONDS = 20.0  # minimum time between two synchronisations
 MOST_CALLS = 100
-WARM_UP = 3
 CALLS_NOTE = (
     f"times: on a GPU the mean of as many calls between two synchronisations as take"
     f" {MILLISECONDS:g} ms, at most {MOST_CALLS}; on a CPU of one call"
@@ -62,21 +59,3 @@ def repeat(work: Callable[[], object], calls: int) -> None:
 
 def per_call(times: Times, calls: int) -> Times:
     return Times((milliseconds / calls for milliseconds in times), times.run)
-
-
-def graph_replay(work: Callable[[], object]) -> Callable[[], None]:
-    """Capture `work` as a CUDA graph, and return a function that launches it.
-
-    Raises:
-        RuntimeError: `work` cannot be captured, for example because it waits for the device.
-    """
-    # the stream below does not wait for the operations that made the inputs
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(WARM_UP):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay

@@ -25,6 +25,7 @@ from swinv2_moe.command import (
     output_directory,
     write_results,
 )
+from swinv2_moe.measure.configurations import repeatable_step
 from swinv2_moe.measure.spread import check_rounds, median_and_spread
 from swinv2_moe.tables import Console, number_table
 
@@ -120,8 +121,6 @@ def show(result: Roofline) -> None:
 
 def main() -> None:
     args = parse()
-    from swinv2_moe.measure.configurations import repeatable_step
-
     check_rounds(args.rounds, args.warmup)
     config = repeatable_step(args.cfg, args.opts, args.data, args.batch_size)
     output = output_directory(args.output)

@@ -26,8 +26,8 @@ from swinv2_moe.command import (
     add_opts_argument,
     output_directory,
 )
+from swinv2_moe.measure.configurations import DTYPES, PASSES, SWITCH, Options, combinations
 from swinv2_moe.measure.spread import latencies, median_and_spread
-from swinv2_moe.measure.throughput_options import DTYPES, PASSES, SWITCH, Options
 from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
@@ -147,8 +147,6 @@ def _digits(value: float) -> int:
 
 def main() -> None:
     args = parse()
-    from swinv2_moe.measure.throughput_plan import combinations
-
     options = Options(
         tuple(args.mode),
         tuple(args.batch_sizes),
@@ -161,22 +159,22 @@ def main() -> None:
     )
     plan = combinations(args.cfg, args.opts, options)
     output = output_directory(args.output)
-    from swinv2_moe.measure import throughput, throughput_report
+    from swinv2_moe.measure import throughput
 
     # wide enough that no row of a table wraps
     console = Console(width=500)
     rows: list[Row] = []
     for row in throughput.measure(plan, options.rounds, options.warmup, options.graph):
         if not rows:
-            title = throughput_report.headline(plan, row.ranks)
+            title = throughput.headline(plan, row.ranks)
             if options.graph:
                 title += ", CUDA graphs"
-            console.print(title, *throughput_report.protocol(row, options.warmup))
+            console.print(title, *throughput.protocol(row, options.warmup))
         rows.append(row)
-        throughput_report.write_csv(rows, output / "throughput.csv")
+        throughput.write_csv(rows, output / "throughput.csv")
         console.print(summary(row))
         console.print(speed_table(row))
     if rows:  # only on the main rank
-        throughput_report.draw(rows, title, output / "throughput.png")
+        throughput.draw(rows, title, output / "throughput.png")
         console.print(cost_table(rows))
         console.print(f"{output}/throughput.csv, throughput.png")

@@ -1,12 +1,28 @@
-"""The configurations of measurements, and checks of them. Imports no torch."""
+"""The configurations of speed measurements, their options, and checks of them. Imports no torch."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config import as_opts, default_config, flatten, load_config, merge_opts
+from swinv2_moe.config import (
+    as_opts,
+    default_config,
+    flatten,
+    load_config,
+    merge_opts,
+    model_config,
+)
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.spread import check_rounds
+
+# matrix products in units of a forward pass; the backward pass has two for each of them
+PASSES = {"inference": 1, "training": 3}
+DTYPES = ("float32", "bfloat16", "float16")
+SWITCH = ("off", "on")
 
 # Settings that make a training step repeatable: one batch, and a learning rate of 0.
 REPEATABLE = {
@@ -18,6 +34,124 @@ REPEATABLE = {
     "TRAIN.WARMUP_LR": 0,
     "TRAIN.MIN_LR": 0,
 }
+# settings of a speed measurement: no images and no weights are loaded
+_SPEED_ALONE = REPEATABLE | {
+    "DATA.DATASET": "digits",
+    "DATA.GLOBAL_BATCH_SIZE": 0,
+    "MODEL.UPCYCLE": False,
+    "MODEL.UPCYCLE_CONTINUE": False,
+}
+_DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
+_CAPACITY_FACTOR = {
+    "inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR",
+    "training": "MODEL.MOE.CAPACITY_FACTOR",
+}
+_DECIDED_BY = {
+    "DATA.DATASET": "the images are noise",
+    "COMPILE": "--compile decides",
+    **dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-sizes decides"),
+    **dict.fromkeys(("AMP_ENABLE", "AMP_DTYPE"), "--dtypes decides"),
+    **dict.fromkeys(_CAPACITY_FACTOR.values(), "--capacity-factors decides"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a measurement: all combinations of the first five fields are measured. Without
+    capacity factors, the configured one is used.
+
+    Raises:
+        UserError: a field has an invalid value.
+    """
+
+    mode: tuple[str, ...] = ("inference",)
+    batch_sizes: tuple[int, ...] = (1, 8)  # images of a rank
+    dtypes: tuple[str, ...] = ("float32",)
+    capacity_factors: tuple[float, ...] = ()
+    compile: tuple[str, ...] = ("off",)
+    rounds: int = 10
+    warmup: int = 2
+    graph: bool = False  # replay CUDA graphs of the models' passes
+
+    def __post_init__(self) -> None:
+        for option, values, allowed in (
+            ("mode", self.mode, PASSES),
+            ("dtypes", self.dtypes, DTYPES),
+            ("compile", self.compile, SWITCH),
+        ):
+            for value in values:
+                if value not in allowed:
+                    raise UserError(f"--{option} is {value!r}, allowed: {', '.join(allowed)}")
+        if min(self.batch_sizes) < 1:
+            raise UserError(f"--batch-sizes is {min(self.batch_sizes)}, it must be at least 1")
+        check_rounds(self.rounds, self.warmup)
+
+
+class Combination(NamedTuple):
+    mode: str
+    batch_size: int  # images of a rank
+    dtype: str
+    capacity_factor: float
+    compile: str
+
+    def __str__(self) -> str:
+        compiled = ""
+        if self.compile == "on":
+            compiled = ", compiled"
+        return (
+            f"{self.mode}, batch {self.batch_size}, {self.dtype}, f ="
+            f" {self.capacity_factor:g}{compiled}"
+        )
+
+
+# each combination with the configurations of the two models
+Plan = list[tuple[Combination, CfgNode, CfgNode]]
+
+
+def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Plan:
+    """Every combination, with the configurations of the model with experts and of the dense one.
+
+    Raises:
+        UserError: as `load_config`; also for a configuration without experts, and for `opts` that
+            have no effect on the measurement.
+    """
+
+    def load(keys: dict[str, object]) -> CfgNode:
+        return load_config(file, [*opts, *as_opts(_SPEED_ALONE | keys)])
+
+    moe = model_config(load({})).experts
+    if moe.layer is None:
+        raise UserError(
+            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
+            " dense one"
+        )
+    all_combinations = []
+    choices = (
+        options.mode,
+        options.batch_sizes,
+        options.dtypes,
+        options.capacity_factors or (None,),
+        options.compile,
+    )
+    for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
+        if factor is None:
+            training = mode == "training"
+            factor = moe.layer.capacity_factor if training else moe.eval_capacity_factor
+        amp_dtype = "bfloat16"
+        if dtype == "float16":
+            amp_dtype = "float16"
+        keys = {
+            "DATA.BATCH_SIZE": batch,
+            "COMPILE": compile == "on",
+            "AMP_ENABLE": dtype != "float32",
+            "AMP_DTYPE": amp_dtype,
+            _CAPACITY_FACTOR[mode]: factor,
+        }
+        config = load(keys)
+        check_opts(opts, config, _DECIDED_BY)
+        combination = Combination(mode, batch, dtype, factor, compile)
+        all_combinations.append((combination, config, load(keys | _DENSE)))
+    return all_combinations
 
 
 def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Interleaved timing of alternatives, peak memory, and the peak rate of products."""
+"""Interleaved timing of alternatives, CUDA graphs, peak memory, and the peak rate of products."""
 
 import ctypes
 import os
@@ -15,6 +15,7 @@ from swinv2_moe.train.distributed import World
 
 # Side of the square matrices whose product measures the peak rate.
 _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}
+_PASSES_BEFORE_CAPTURE = 3  # they compile kernels and fill the caches of `prepared`
 
 
 def synchronize() -> None:
@@ -80,6 +81,27 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     work()
     synchronize()
     return clock() - start
+
+
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    """Capture the kernels of `run()` as a CUDA graph, and return a function that launches them all
+    together.
+
+    The tensors that `run` reads, weights included, must stay at their addresses, and the caches of
+    `moe_core.prepared` must live as long as the graph: call both within the same context.
+
+    Raises:
+        RuntimeError: `run` reads from the device on the host.
+    """
+    torch.cuda.synchronize()  # another stream does not wait for the operations of this one
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(_PASSES_BEFORE_CAPTURE):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def machine(device: str) -> str:

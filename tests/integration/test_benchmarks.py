@@ -134,7 +134,7 @@ def test_einsum_is_left_out_where_its_masks_are_large(monkeypatch):
 def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
     """The capture itself needs a GPU."""
     captured = []
-    monkeypatch.setattr(layer, "graph_replay", lambda work: captured.append(work) or work)
+    monkeypatch.setattr(layer, "capture", lambda work: captured.append(work) or work)
     case = layer.Case((64, 16, 4), "float32", "cpu", False, True)
     case.alternatives["dense"] = case.alternatives["dense, float32"]
     for times in case.times_of_graphs(2):
@@ -146,7 +146,7 @@ def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
 
 
 def test_parts_as_graphs_are_rows_of_their_own(monkeypatch):
-    monkeypatch.setattr(pieces, "graph_replay", lambda work: work)
+    monkeypatch.setattr(pieces, "capture", lambda work: work)
 
     def timed(calls, rounds, device):
         return {name: [2.0] for name in calls}

@@ -16,12 +16,11 @@ from PIL import Image
 
 from moe_core import MoEConfig, MoELayer, RoutingStats
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure import throughput, throughput_report
+from swinv2_moe.measure import throughput
+from swinv2_moe.measure.configurations import Combination, Options, combinations
 from swinv2_moe.measure.rounds import interleaved, matrix_product, working_memory
 from swinv2_moe.measure.spread import Times, latencies, ratios, summed
 from swinv2_moe.measure.throughput import Row, Side
-from swinv2_moe.measure.throughput_options import Options
-from swinv2_moe.measure.throughput_plan import Combination, combinations
 from swinv2_moe.models import Complexity
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
@@ -235,8 +234,8 @@ def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
     for make in (
         found.ratio,
         lambda: found.mfu(found.dense),
-        lambda: throughput_report.record(found),
-        lambda: throughput_report.write_csv([found], tmp_path / "t.csv"),
+        lambda: throughput.record(found),
+        lambda: throughput.write_csv([found], tmp_path / "t.csv"),
     ):
         with pytest.raises(ValueError, match="times of different runs"):
             make()
@@ -246,7 +245,7 @@ def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
 def test_the_file_holds_every_round(tmp_path):
     rows = [row(side(20, 40), side(10.5, 40))]
     rows.append(row(side(3, peak=None), side(2, peak=None), mode="training"))
-    throughput_report.write_csv(rows, tmp_path / "t.csv")
+    throughput.write_csv(rows, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert first["dense_ms"] == "10.500 40.000"
@@ -256,7 +255,7 @@ def test_the_file_holds_every_round(tmp_path):
     assert (float(first["moe_p50_ms"]), float(first["moe_max_ms"])) == pytest.approx((30, 40))
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
     with pytest.raises(UserError, match=r"--output .*none/t.csv: cannot be written"):
-        throughput_report.write_csv(rows, tmp_path / "none" / "t.csv")
+        throughput.write_csv(rows, tmp_path / "none" / "t.csv")
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -267,7 +266,7 @@ def test_figure(count, tmp_path):
         for i, mode in enumerate(modes)
     ]
     title = "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process"
-    throughput_report.draw(rows, title, tmp_path / "t.png")
+    throughput.draw(rows, title, tmp_path / "t.png")
     with Image.open(tmp_path / "t.png") as image:
         assert image.format == "PNG"
         assert image.width >= 130 * (6 if count == 1 else count)
@@ -276,9 +275,9 @@ def test_figure(count, tmp_path):
 
 def test_a_figure_shows_medians_and_ratios(monkeypatch):
     figures = []
-    monkeypatch.setattr(throughput_report, "save_png", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(throughput, "save_png", lambda figure, path: figures.append(figure))
     rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
-    throughput_report.draw(rows, "a model", Path("t.png"))
+    throughput.draw(rows, "a model", Path("t.png"))
     inference, training = figures[0].axes
     # of 8 images: experts, dense
     assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])
