@@ -10,7 +10,7 @@ group_matcher, set_grad_checkpointing, get_classifier and the initialisation fro
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ _NO_WEIGHT_DECAY = (
     "shared.b2",
     "shared.b3",
 )
+# Fields of `moe` in exports of commit d7f9e26 and before that MoEConfig may have no more, with the
+# values by which they did nothing.
+_RETIRED_FIELDS = {"input_jitter": 0.0, "input_dropout": 0.0, "hidden_dropout": 0.0, "round_to": 0}
 
 
 class MoEModel(nn.Module):
@@ -94,6 +97,7 @@ class MoEModel(nn.Module):
         # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
         stages = self.block_stages()
+        values = PUBLISHED_MOE | _without_retired(moe or {})
         if num_experts:
             _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
         for i, blocks in enumerate(stages):
@@ -103,7 +107,7 @@ class MoEModel(nn.Module):
                     continue
                 dim = block.mlp.fc1.in_features
                 hidden_dim = round(hidden_ratio * block.mlp.fc1.out_features)
-                config = MoEConfig(dim, hidden_dim, num_experts, **PUBLISHED_MOE | (moe or {}))
+                config = MoEConfig(dim, hidden_dim, num_experts, **values)
                 if config.routing == "soft" and config.slots_per_expert == 0:
                     slots = math.ceil(self.tokens_of_image(block) / num_experts)
                     config = replace(config, slots_per_expert=slots)
@@ -245,6 +249,22 @@ def _recompute_buffers(model: nn.Module, *_) -> None:
     for module in model.modules():
         if hasattr(module, "init_non_persistent_buffers"):  # timm's blocks and attention
             module.init_non_persistent_buffers()
+
+
+def _without_retired(moe: dict) -> dict:
+    """The fields of MoEConfig in `moe`.
+
+    Raises:
+        ValueError: a field that has left MoEConfig, with a value by which it did something.
+    """
+    left = _RETIRED_FIELDS.keys() - {field.name for field in fields(MoEConfig)}
+    for name in sorted(left & moe.keys()):
+        if moe[name] != _RETIRED_FIELDS[name]:
+            raise ValueError(
+                f"{name} ({moe[name]!r}) is no field of MoEConfig any more; commit d7f9e26 is the"
+                " last that can use it"
+            )
+    return {name: value for name, value in moe.items() if name not in left}
 
 
 def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:

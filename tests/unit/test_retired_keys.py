@@ -2,13 +2,16 @@
 what became of them, and a value that trained weights depend on is refused."""
 
 import logging
+from functools import partial
 
 import pytest
 import yaml
 
+from moe_core import moe_layers
 from moe_core.parallel import ParallelStrategy, parse_strategy
 from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import SwinTransformerV2MoE, protocol
 
 
 @pytest.fixture
@@ -170,3 +173,12 @@ def test_a_strategy_is_read_as_it_is_written():
 def test_mixing_that_was_switched_off():
     aug = load_config(None, ["AUG.MIXUP_PROB", "0", "DATA.BATCH_SIZE", "63"]).AUG
     assert (aug.MIXUP, aug.CUTMIX) == (0, 0)
+
+
+def test_fields_in_exports_of_earlier_versions(monkeypatch):
+    monkeypatch.setitem(protocol._RETIRED_FIELDS, "depth_of_gates", 0)
+    make = partial(SwinTransformerV2MoE, num_experts=2, moe_blocks=[[], [], [1]], device="meta")
+    (layer,) = moe_layers(make(moe={"depth_of_gates": 0, "top_k": 2, "round_to": 0})).values()
+    assert layer.config.top_k == 2
+    with pytest.raises(ValueError, match=r"depth_of_gates \(3\) is no field of MoEConfig any more"):
+        make(moe={"depth_of_gates": 3})
