@@ -49,16 +49,10 @@ from moe_core.router import (
     split_gates,
 )
 from moe_core.soft import expert_logits, route_slots
-from moe_core.torch_tools import (
-    before_pass,
-    ignore_experts,
-    localize_state,
-    register_experts,
-    shard_state,
-)
+from moe_core.torch_tools import HasExperts, before_pass, ignore_experts, register_experts
 
 
-class MoELayer(nn.Module):
+class MoELayer(HasExperts):
     """A feed-forward layer with `num_experts` experts. Every token visits `top_k` of them.
 
     Args:
@@ -123,10 +117,6 @@ class MoELayer(nn.Module):
         if strategy != "auto":
             self._exchange_of(strategy)
         self.group.copy_to_replicas(self.experts)
-        self.num_training_passes = 0  # of `before_pass`
-        self.checked_parallel: int | None = None
-        self.register_state_dict_post_hook(shard_state)
-        self.register_load_state_dict_pre_hook(localize_state)
         register_experts(self)
         ignore_experts(self)
         # probs [T, E], counts [E], kept [T, K] (None if no choice can be dropped) and K

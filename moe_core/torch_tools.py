@@ -15,7 +15,7 @@ These tools expect that every rank has the same parameters. For distributed expe
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from moe_core.config import ExpertShard, MoEConfig
 from moe_core.experts import Experts
 from moe_core.parallel.groups import ExpertGroup
-
-if TYPE_CHECKING:
-    from moe_core.layer import MoELayer
 
 # The parameters that have the hooks of `_Average`, and the hooks by module of experts. They are not
 # attributes: layers may share experts, and the copies of a model have no hooks.
@@ -44,6 +42,23 @@ _UNAVERAGED = WeakTensorKeyDictionary()
 _OPTIMIZERS: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # that have hooks
 
 
+class HasExperts(nn.Module):
+    """A layer whose experts may be distributed over ranks: MoELayer."""
+
+    config: MoEConfig
+    group: ExpertGroup
+    shard: ExpertShard
+    router: nn.Module
+    experts: nn.Module
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_training_passes = 0  # of `before_pass`
+        self.checked_parallel: int | None = None
+        self.register_state_dict_post_hook(shard_state)
+        self.register_load_state_dict_pre_hook(localize_state)
+
+
 def ignore_experts(model: nn.Module) -> nn.Module:
     """Exclude distributed experts from DistributedDataParallel, and return the model:
     `DistributedDataParallel(ignore_experts(model))`.
@@ -55,10 +70,10 @@ def ignore_experts(model: nn.Module) -> nn.Module:
     It sets the list of ignored parameters that DistributedDataParallel reads from its module. The
     model itself, its parameters and its state dict do not change.
     """
-    from moe_core.training import moe_layers
-
     own = set()
-    for layer in moe_layers(model).values():
+    for layer in model.modules():
+        if not isinstance(layer, HasExperts):
+            continue
         group = layer.group
         # DistributedDataParallel itself averages experts that are only replicated
         if group.size > 1 or (group.num_ranks > 1 and not group.for_torch_tools):
@@ -149,7 +164,7 @@ def set_averaged(parameters: Iterable[nn.Parameter]) -> None:
         _UNAVERAGED.pop(parameter, None)
 
 
-def _watch_gradients(layer: "MoELayer") -> None:
+def _watch_gradients(layer: HasExperts) -> None:
     """Note from now on which gradients of the layer's experts are not averaged yet."""
     for parameter in layer.experts.parameters():
         if parameter.requires_grad and parameter not in _WATCHED:
@@ -165,7 +180,7 @@ def _note_gradient(parameter: Tensor) -> None:
         _UNAVERAGED[parameter] = parameter._version
 
 
-def _check_averaged(layer: "MoELayer") -> None:
+def _check_averaged(layer: HasExperts) -> None:
     """Raise ValueError if the experts have changed since a backward pass whose gradients are not
     averaged."""
     for name, parameter in layer.experts.named_parameters():
@@ -235,7 +250,7 @@ def _guarded(tensor: DTensor) -> DTensor:
     return tensor
 
 
-def _sharded(tensor: Tensor, layer: "MoELayer") -> Tensor:
+def _sharded(tensor: Tensor, layer: HasExperts) -> Tensor:
     """A tensor of this rank's experts as a DTensor over the group, in the same memory.
 
     Tensors with another first dim, of an experts module of the user's own, stay as they are.
@@ -248,7 +263,7 @@ def _sharded(tensor: Tensor, layer: "MoELayer") -> Tensor:
     return _guarded(sharded)
 
 
-def _local(tensor: Tensor, layer: "MoELayer") -> Tensor:
+def _local(tensor: Tensor, layer: HasExperts) -> Tensor:
     """This rank's part of the result of `_sharded`. Other tensors stay as they are."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -261,7 +276,7 @@ def _local(tensor: Tensor, layer: "MoELayer") -> Tensor:
     return local
 
 
-def shard_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) -> None:
+def shard_state(layer: HasExperts, state: dict[str, Any], prefix: str, *_) -> None:
     """A state-dict hook: the tensors of distributed experts become DTensors over the group."""
     if layer.group.size == 1 or not layer.group.for_torch_tools:
         return
@@ -270,7 +285,7 @@ def shard_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) -> No
             state[name] = _sharded(tensor, layer)
 
 
-def localize_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) -> None:
+def localize_state(layer: HasExperts, state: dict[str, Any], prefix: str, *_) -> None:
     """A hook before loading: replace the DTensors of `shard_state` by this rank's experts.
 
     Raises:
@@ -284,7 +299,7 @@ def localize_state(layer: "MoELayer", state: dict[str, Any], prefix: str, *_) ->
             state[name] = _local(tensor, layer)
 
 
-def register_experts(layer: "MoELayer") -> None:
+def register_experts(layer: HasExperts) -> None:
     """Let optimisers find the layer of its parameters, and watch gradients that need averages."""
     if needs_average(layer.experts, layer.group):
         _watch_gradients(layer)
@@ -296,7 +311,7 @@ def register_experts(layer: "MoELayer") -> None:
 def _map_moments(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
-    convert: Callable[[Tensor, "MoELayer"], Tensor],
+    convert: Callable[[Tensor, HasExperts], Tensor],
 ) -> dict[str, Any]:
     """A copy of an optimiser's state dict, with the tensors of distributed experts converted."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -324,7 +339,7 @@ def _localize_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     return _map_moments(optimizer, state, _local)
 
 
-def _layout(layer: "MoELayer", device_type: str) -> tuple[DeviceMesh, list[Shard]]:
+def _layout(layer: HasExperts, device_type: str) -> tuple[DeviceMesh, list[Shard]]:
     """The ranks of the group as a mesh [W], or [W / s, s] if s ranks share an expert, and the dim
     of an expert tensor that is sharded over each dim of the mesh."""
     process_group, num_parts = layer.group.process_group, layer.shard.num_parts
@@ -342,7 +357,7 @@ def _layout(layer: "MoELayer", device_type: str) -> tuple[DeviceMesh, list[Shard
 # --- refusals
 
 
-def before_pass(layer: "MoELayer") -> None:
+def before_pass(layer: HasExperts) -> None:
     """Check the ranks, and average the gradients of this pass. Called in each forward pass of a
     layer whose experts are distributed or have replicas.
 
@@ -374,7 +389,7 @@ def before_pass(layer: "MoELayer") -> None:
         _check_equal(layer, parallel)
 
 
-def _check_ignored(layer: "MoELayer", parallel: DistributedDataParallel) -> None:
+def _check_ignored(layer: HasExperts, parallel: DistributedDataParallel) -> None:
     if layer.checked_parallel == id(parallel):
         return
     own = set(layer.experts.parameters())
@@ -388,7 +403,7 @@ def _check_ignored(layer: "MoELayer", parallel: DistributedDataParallel) -> None
     layer.checked_parallel = id(parallel)
 
 
-def _check_equal(layer: "MoELayer", parallel: DistributedDataParallel | None) -> None:
+def _check_equal(layer: HasExperts, parallel: DistributedDataParallel | None) -> None:
     """Compare the router's weights over the ranks of the group. Compare experts over the replicas,
     where only the user averages them."""
     router = {n: p for n, p in layer.router.named_parameters() if not isinstance(p, DTensor)}
@@ -410,7 +425,7 @@ def _check_equal(layer: "MoELayer", parallel: DistributedDataParallel | None) ->
         )
 
 
-def _name_of(layer: "MoELayer", parallel: DistributedDataParallel | None) -> str:
+def _name_of(layer: HasExperts, parallel: DistributedDataParallel | None) -> str:
     if parallel is not None:
         for name, module in parallel.module.named_modules():
             if module is layer and name:
