@@ -23,6 +23,7 @@ from moe_core.expert_choice import factor_by_image
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.layer_inputs import as_images
+from moe_core.ops.ffn.reference import feed_forward, padded_linear
 from moe_core.ops.soft.reference import soft_combine, soft_dispatch
 from moe_core.router import route, route_by_experts, split_gates
 
@@ -269,15 +270,5 @@ class _Batched(nn.Module):
         """rows [E * C, M] -> [E * C, M]."""
         weights = self.experts.parameters_by_field.map(lambda weight: weight.to(rows.dtype))
         rows = rows.unflatten(0, (len(sizes), -1))  # [E, C, M]
-        products = [_product(rows, weights.w1.transpose(1, 2), weights.b1)]
-        if weights.w3 is not None:
-            products.append(_product(rows, weights.w3.transpose(1, 2), weights.b3))
-        hidden = hidden_layer(self.experts.config.activation, *products)
-        return _product(hidden, weights.w2, weights.b2).flatten(0, 1)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [E, C, I], weight [E, I, O], bias [E, O] or None -> [E, C, O]."""
-    if bias is None:
-        return torch.bmm(x, weight)
-    return torch.baddbmm(bias.unsqueeze(1), x, weight)
+        activation = self.experts.config.activation
+        return feed_forward(rows, weights, None, activation, linear=padded_linear).flatten(0, 1)

@@ -41,7 +41,6 @@ class Request(NamedTuple):
     dtype: torch.dtype  # of the tokens, rows or logits
     weight_dtype: torch.dtype | None = None
     gate_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
     activation: str | None = None
     num_inputs: int = 0  # the largest number of inputs of a product
 
@@ -85,7 +84,6 @@ def _cpp_rows(request: Request) -> bool:
     return (
         request.dtype in _FP32_AND_BF16
         and request.gate_dtype in (None, torch.float32)
-        and request.grad_dtype in (None, torch.float32, request.dtype)
         and library.usable(request.dtype)
     )
 

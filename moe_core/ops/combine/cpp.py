@@ -33,7 +33,10 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.combine_rows_backward`, with gates in fp32, grad in fp32 or the rows' dtype."""
+    """Gradients of rows [N, M], 0 for rows without a choice, and of gates [T, K].
+
+    Gates are in fp32, grad is in fp32 or the rows' dtype.
+    """
     grad_rows = rows.new_empty(rows.shape)
     grad_gates = gates.new_zeros(gates.shape)
     num_rows, model_dim = rows.shape

@@ -22,7 +22,7 @@ from moe_core.context import in_transform
 from moe_core.ops.autograd import empty_gradients, register_gradient, schema_of
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.op import combine, dispatch
-from moe_core.ops.combine.reference import dispatch_rows, plain_sum_rows
+from moe_core.ops.combine.reference import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import dropout_noise, dropout_seed
 from moe_core.ops.ffn.inputs import (
     ExpertWeights,
@@ -145,12 +145,29 @@ def _by_triton(
     seed = None
     if dropout > 0:
         seed = dropout_seed(tokens)
-    matrices: tuple[Tensor | None, ...] = (None, None, None)
-    if casts is not None:
-        matrices = (casts.w1, casts.w2, casts.w3)
-    rest = (seed, activation, dropout, _needs_gradients(tokens, gates, *weights))
-    inputs = MoEFFNInputs(tokens, gates, *weights, *matrices, *plan[:4], *rest)
+    inputs = MoEFFNInputs(
+        tokens,
+        gates,
+        *weights,
+        *_matrices(casts),
+        choices=plan.choices,
+        offsets=plan.offsets,
+        slots=plan.slots,
+        kept=plan.kept,
+        seed=seed,
+        activation=activation,
+        dropout=dropout,
+        keep_hidden=_needs_gradients(tokens, gates, *weights),
+    )
     return torch.ops.moe_core.moe_ffn(*inputs)[0]
+
+
+def _matrices(
+    casts: ExpertWeights | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if casts is None:
+        return None, None, None
+    return casts.w1, casts.w2, casts.w3
 
 
 def casts_weights(
@@ -323,7 +340,7 @@ def _plain_moe_ffn(*fields) -> Tensor:
     _check_dropout(inputs.dropout)
     rows = dispatch_rows(inputs.tokens, inputs.choices, inputs.slots.shape[1])
     rows = feed_forward(rows, inputs.weights, inputs.offsets, inputs.activation)
-    return plain_sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
+    return sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
 
 
 _register("expert_ffn", FFNInputs, "ffn.cpp", _plain_expert_ffn, transposed_gradients=True)

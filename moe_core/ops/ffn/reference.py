@@ -9,6 +9,7 @@ kind.
 # H hidden dim
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from moe_core.ops.ffn import split
 from moe_core.ops.ffn.inputs import ExpertWeights
 
 # rows [N, I], weight [E, O, I], bias [E, O] or None, offsets [E] -> [N, O]
-Linear = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+Linear = Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
 
 
 def plain_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def plain_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Ten
 def feed_forward(
     rows: Tensor,
     weights: ExpertWeights,
-    offsets: Tensor,
+    offsets: Tensor | None,
     activation: str,
     dropout: float = 0.0,
     linear: Linear = plain_linear,
@@ -52,6 +53,7 @@ def feed_forward(
     `act(x w1^T + b1) * (x w3^T + b3)` or a gated activation of both products.
 
     Args:
+        offsets: as `linear` needs them.
         linear: the linear layer of all experts.
 
     Source of gated experts: "GLU Variants Improve Transformer", arXiv 2002.05202, section 2.
@@ -60,7 +62,9 @@ def feed_forward(
     z, u = linear(rows, w1, b1, offsets), None
     if w3 is not None:
         u = linear(rows, w3, b3, offsets)
-    hidden = F.dropout(hidden_layer(activation, z, u), dropout)
+    hidden = hidden_layer(activation, z, u)
+    if dropout > 0:
+        hidden = F.dropout(hidden, dropout)
     return linear(hidden, w2.transpose(1, 2), b2, offsets)
 
 
@@ -83,8 +87,8 @@ def masked_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Te
     return out
 
 
-def padded_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets=None) -> Tensor:
-    """As many rows for each expert, in one batched product: [E, C, I] -> [E, C, O]."""
+def padded_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: None) -> Tensor:
+    """The same number of rows for each expert: [E, C, I] -> [E, C, O], in one batched product."""
     if bias is None:
         return torch.bmm(rows, weight.transpose(1, 2))
     return torch.baddbmm(bias.unsqueeze(1), rows, weight.transpose(1, 2))

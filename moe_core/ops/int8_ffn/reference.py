@@ -52,30 +52,31 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return quantized.where(is_finite, 0), scale, low.where(is_finite, torch.nan), unit
 
 
-def product(rows: Tensor, linear: Int8Linear, expert: int) -> Tensor:
-    """rows [n, I] times the weight of one expert, plus its bias: fp32 [n, O]."""
+def int8_linear(rows: Tensor, linear: Int8Linear, offsets: Tensor) -> Tensor:
+    """The linear layer of each expert on its rows: fp32 [N, O]; 0 for rows of no expert."""
     quantized, row_scale, row_offset, unit = quantize_rows(rows)
-    # Sums of these products are exact in fp64, and products are faster than in int64.
-    sums = quantized.double() @ linear.quantized[expert].double().t()
-    out = sums.float() * (linear.scales[expert] * row_scale) + row_offset * linear.sums[expert]
-    out = out * unit
-    if linear.bias is not None:
-        out = out + linear.bias[expert]
+    num_experts, num_outputs = linear.scales.shape
+    out = rows.new_zeros(len(rows), num_outputs, dtype=torch.float32)
+    start = 0
+    for e, end in zip(range(num_experts), offsets.tolist(), strict=True):
+        own = slice(start, end)
+        # Sums of these products are exact in fp64, and products are faster than in int64.
+        sums = quantized[own].double() @ linear.quantized[e].double().t()
+        out[own] = sums.float() * (linear.scales[e] * row_scale[own])
+        out[own] += row_offset[own] * linear.sums[e]
+        out[own] *= unit[own]
+        if linear.bias is not None:
+            out[own] += linear.bias[e]
+        start = end
     return out
 
 
 def forward(inputs: Int8Inputs) -> Tensor:
     """The experts' results [N, M], in the rows' dtype; zeros for rows that belong to no expert."""
-    rows = inputs.rows
+    rows, offsets = inputs.rows, inputs.offsets
     linear1, linear2, linear3 = inputs.weights
-    out = torch.zeros_like(rows)
-    start = 0
-    for e, end in enumerate(inputs.offsets.tolist()):
-        x = rows[start:end]
-        u = None
-        if linear3 is not None:
-            u = product(x, linear3, e)
-        hidden = hidden_layer(inputs.activation, product(x, linear1, e), u)
-        out[start:end] = product(hidden, linear2, e).to(out.dtype)
-        start = end
-    return out
+    z, u = int8_linear(rows, linear1, offsets), None
+    if linear3 is not None:
+        u = int8_linear(rows, linear3, offsets)
+    hidden = hidden_layer(inputs.activation, z, u)
+    return int8_linear(hidden, linear2, offsets).to(rows.dtype)

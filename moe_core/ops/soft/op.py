@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import is_differentiated_again, plain_gradients
+from moe_core.ops.autograd import register_gradient
 from moe_core.ops.soft import reference
 
 
@@ -70,7 +70,7 @@ def _soft_combine(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("moe_core::soft_dispatch_backward", mutates_args=())
 def _soft_dispatch_backward(
-    grad: Tensor, tokens: Tensor, logits: Tensor, total: Tensor, slots: Tensor
+    grad: Tensor, needs: list[bool], tokens: Tensor, logits: Tensor, slots: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of tokens and logits."""
     weights = _weights(logits, total)
@@ -83,7 +83,7 @@ def _soft_dispatch_backward(
 
 @torch.library.custom_op("moe_core::soft_combine_backward", mutates_args=())
 def _soft_combine_backward(
-    grad: Tensor, rows: Tensor, logits: Tensor, total: Tensor, out: Tensor
+    grad: Tensor, needs: list[bool], rows: Tensor, logits: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of rows and logits."""
     weights = _weights(logits, total)
@@ -120,53 +120,17 @@ def _(rows, logits):
 
 
 @_soft_dispatch_backward.register_fake
-def _(grad, tokens, logits, total, slots):
-    return tokens.new_empty(tokens.shape), logits.new_empty(logits.shape)
-
-
 @_soft_combine_backward.register_fake
-def _(grad, rows, logits, total, out):
-    return rows.new_empty(rows.shape), logits.new_empty(logits.shape)
+def _(grad, needs, values, logits, out, total):
+    return values.new_empty(values.shape), logits.new_empty(logits.shape)
 
 
-def _save(ctx, inputs, output) -> None:
-    values, logits = inputs
-    out, total = output
-    ctx.save_for_backward(values, logits, total, out)
-    ctx.mark_non_differentiable(total)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_dispatch(ctx, grad, grad_total):
-    if grad is None:
-        return None, None
-    if is_differentiated_again(grad):
-        return _plain_gradients(ctx, reference.soft_dispatch, grad)
-    return torch.ops.moe_core.soft_dispatch_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-def _differentiate_combine(ctx, grad, grad_total):
-    if grad is None:
-        return None, None
-    if is_differentiated_again(grad):
-        return _plain_gradients(ctx, reference.soft_combine, grad)
-    return torch.ops.moe_core.soft_combine_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-def _plain_gradients(ctx, plain, grad) -> tuple:
-    def function(values, logits):
-        return (plain(values, logits),)
-
-    values, logits, _, _ = ctx.saved_tensors
-    return tuple(plain_gradients(function, (values, logits), ctx.needs_input_grad, [grad]))
-
-
-torch.library.register_autograd(
-    "moe_core::soft_dispatch", _differentiate_dispatch, setup_context=_save
-)
-torch.library.register_autograd(
-    "moe_core::soft_combine", _differentiate_combine, setup_context=_save
-)
+_BACKWARDS = {
+    "soft_dispatch": torch.ops.moe_core.soft_dispatch_backward,
+    "soft_combine": torch.ops.moe_core.soft_combine_backward,
+}
+for _name, _op in _BACKWARDS.items():
+    register_gradient(_name, 2, _op, getattr(reference, _name), saved_outputs=(0, 1))
 
 
 @register_flop_formula([torch.ops.moe_core.soft_dispatch, torch.ops.moe_core.soft_combine])
@@ -175,12 +139,8 @@ def _flops(values_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * num_images * num_tokens * num_slots * values_shape[2]
 
 
-_BACKWARDS = [
-    torch.ops.moe_core.soft_dispatch_backward,
-    torch.ops.moe_core.soft_combine_backward,
-]
-
-
-@register_flop_formula(_BACKWARDS)
-def _backward_flops(grad_shape, values_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
+@register_flop_formula(list(_BACKWARDS.values()))
+def _backward_flops(
+    grad_shape, needs, values_shape, logits_shape, *args, out_shape=None, **kwargs
+) -> int:
     return 2 * _flops(values_shape, logits_shape)

@@ -286,8 +286,8 @@ class TestKernels:
         noise = random(20, 4, seed=2)
         loss_sums = (100 * random(2, 6).abs()).requires_grad_()
         for op, inputs in (
-            (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "triton")),
-            (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "triton")),
+            (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "combine.triton")),
+            (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "combine.triton")),
             (OPS.make_plan, (ids, 8, limits, priority, 14, "plan.triton")),
             (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None)),
             (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None)),
