@@ -45,6 +45,10 @@ _MAX_FAILURE_BYTES = 1 << 16  # limit of staging.failed
 _POLL_SECONDS = 0.02  # polling interval while a shard is missing
 
 
+class StagingStopped(UserError):
+    """Raised when the copy of shards to a node was told to stop."""
+
+
 class ShardFile(NamedTuple):
     """A file of a directory of shards, as index.json records it."""
 

@@ -103,7 +103,8 @@ def test_nothing_names_a_leaf(source):
 
 def test_finds_circles_of_imports():
     b, c = ROOT / "a" / "b.py", ROOT / "a" / "c.py"
-    trees = {b: ast.parse("if True:\n    from a import c"), c: ast.parse("def f(): import a.b")}
+    trees = {b: ast.parse("if True:\n    from a import c"), c: ast.parse("import a.d")}
     assert circle_of_imports(trees) == []
-    trees[c] = ast.parse("from a.b import f")
-    assert set(circle_of_imports(trees)) == {"a.b", "a.c"}
+    for source in ("from a.b import f", "def f(): import a.b", "if TYPE_CHECKING: import a.b"):
+        trees[c] = ast.parse(source)
+        assert set(circle_of_imports(trees)) == {"a.b", "a.c"}

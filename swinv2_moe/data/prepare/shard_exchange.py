@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from moe_core.files import open_regular
 from moe_core.parallel import Ranks
-from swinv2_moe.data.prepare.staging import StagingStopped
-from swinv2_moe.data.shards import ShardFile
+from swinv2_moe.data.shards import ShardFile, StagingStopped
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import HashedFile, new_file
 

@@ -22,6 +22,7 @@ from swinv2_moe.data.shards import (
     MAX_INDEX_BYTES,
     SPLITS,
     ShardFile,
+    StagingStopped,
     files_of,
     read_index,
 )
@@ -45,10 +46,6 @@ class Staged(NamedTuple):
     source_bytes: int
     shards: int  # total number
     kept: int  # number of files that existed before
-
-
-class StagingStopped(UserError):
-    """Raised when staging was told to stop."""
 
 
 def stage(
