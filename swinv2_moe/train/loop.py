@@ -19,14 +19,20 @@ from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.initial import read_upcycled
 from swinv2_moe.train.meta import check_classifier, describe
 from swinv2_moe.train.parallelize import load_sharded, settle_buckets
-from swinv2_moe.train.progress import Progress, steps_per_epoch
+from swinv2_moe.train.progress import (
+    Batches,
+    PhaseTimes,
+    Progress,
+    Throughput,
+    TimeToTarget,
+    steps_per_epoch,
+)
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
 from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
-from swinv2_moe.train.timing import Batches, PhaseTimes, Throughput, TimeToTarget
 
 
 class Trainer:

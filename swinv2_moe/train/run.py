@@ -30,6 +30,7 @@ from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.placement import bound_to_node, placement_line
+from swinv2_moe.train.progress import PhaseTimes
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run_lock import only_run
 from swinv2_moe.train.run_report import (
@@ -40,7 +41,6 @@ from swinv2_moe.train.run_report import (
     summarize,
 )
 from swinv2_moe.train.saver import Saver
-from swinv2_moe.train.timing import PhaseTimes
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less

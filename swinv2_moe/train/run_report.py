@@ -16,8 +16,8 @@ from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.progress import accounted_share
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.timing import accounted_share
 
 # Range of a schedule's highest learning rate. Published recipes are well within it. There is no
 # warning for 0.

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from swinv2_moe.train.timing import PhaseTimes
+from swinv2_moe.train.progress import PhaseTimes
 
 _log = logging.getLogger(__name__)
 PERIOD = 5.0  # seconds between two readings

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swinv2_moe.train import timing
-from swinv2_moe.train.timing import PHASES, PhaseTimes, accounted_share
+from swinv2_moe.train import progress
+from swinv2_moe.train.progress import PHASES, PhaseTimes, accounted_share
 
 
 def test_a_phase_inside_another_interrupts_it(clock):
@@ -58,7 +58,7 @@ def test_the_parts_of_a_run_add_up(clock):
 def test_nothing_is_counted_twice_or_lost(steps):
     with pytest.MonkeyPatch.context() as patch:
         passed = [0]
-        patch.setattr(timing.time, "perf_counter", lambda: sum(passed))
+        patch.setattr(progress.time, "perf_counter", lambda: sum(passed))
         times = PhaseTimes()
         for name, seconds in steps:
             with times.phase(name):

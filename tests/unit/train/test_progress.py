@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from swinv2_moe.train.progress import Progress
+from swinv2_moe.train.progress import PhaseTimes, Progress, TimeToTarget
 from swinv2_moe.train.step import StepResult
-from swinv2_moe.train.timing import PhaseTimes, TimeToTarget
 
 
 def make(epochs=2, max_steps=0, steps_per_epoch=3, global_batch=10, target=0.0) -> Progress:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swinv2_moe.train import train
+from swinv2_moe.train.progress import PhaseTimes
 from swinv2_moe.train.telemetry import COUNTERS, Machine, Telemetry, combine, energy, open_machine
-from swinv2_moe.train.timing import PhaseTimes
 
 CPU = torch.device("cpu")
 
