@@ -1,8 +1,14 @@
-"""The processes of a run: a single one, or those that torchrun started."""
+"""The processes of a run: a single one, or those that torchrun started; and the signals that stop
+them.
+
+SIGTERM comes from schedulers and `kill`, SIGUSR1 from `sbatch --signal=USR1@120`, SIGINT from
+Ctrl-C.
+"""
 
 import os
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -10,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +39,8 @@ from swinv2_moe.threads import keep_freed_memory
 T = TypeVar("T")
 _STORE_SECONDS = 5  # on top of the timeout, after which torch itself gives up
 _POLL_SECONDS = 0.2  # while rank 0 does not listen yet
+# `timeout -s INT` and some launchers send SIGINT twice, within this many seconds.
+_DUPLICATE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -335,3 +344,53 @@ def seed_everything(*parts: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - what timm draws mixup from
     torch.manual_seed(seed)
+
+
+class Stopped(Exception):
+    """Raised on every rank, between two steps, after any of them received a stop signal."""
+
+
+class StopSignal:
+    """Records the first stop signal that this process receives inside the `with` block.
+
+    Further signals are ignored, since torchrun and a scheduler may both send one. The exception is
+    a second SIGINT, which ends the process at once.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._first_interrupt: float | None = None  # time of the first SIGINT
+
+    def __enter__(self) -> "StopSignal":
+        self._previous_handlers = {}
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in self.SIGNALS:
+            # `nohup` and a shell's background jobs set signals to be ignored.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous_handlers[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def came_from_elsewhere(self, stopped_by: str | None) -> bool:
+        """True if another rank received the SIGTERM and torchrun may restart this rank."""
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        return stopped_by == "SIGTERM" and self.received is None and restarts > 0
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._first_interrupt is None:
+            self._first_interrupt = now
+        elif now - self._first_interrupt > _DUPLICATE_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -13,7 +13,7 @@ from swinv2_moe.models import MoEModel, frozen_moe
 from swinv2_moe.tables import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.distributed import World
+from swinv2_moe.train.distributed import Stopped, StopSignal, World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.initial import read_upcycled
@@ -31,7 +31,6 @@ from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
-from swinv2_moe.train.stopping import Stopped, StopSignal
 from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
 
 

@@ -24,10 +24,9 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
-from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.distributed import StopSignal, World, seed_everything
 from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
-from swinv2_moe.train.stopping import StopSignal
 
 _NOISE_DECAY = 0.9  # of the averages over measurements of the noise scale
 
