@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import argcomplete
 
-from swinv2_moe.commands import COMMANDS
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.faults import explain_fault, own_message
 from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
@@ -40,6 +39,7 @@ _REGISTERED = (  # keys whose allowed values --import can extend
     "MODEL.MOE.AUX_LOSS",
     "MODEL.MOE.ACTIVATION",
 )
+_FOLDERS = ("tools", "data")  # of the commands' scripts
 _SCRIPT = re.compile(r"(?:tools|data)/(\w+)\.py")
 _CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"
 
@@ -84,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
 def started_by_script() -> bool:
     """True for `python tools/NAME.py`, False for `swinv2-moe NAME` and `python -m swinv2_moe`."""
     script = Path(sys.argv[0])
-    return script.suffix == ".py" and script.parent.name in ("tools", "data")
+    return script.suffix == ".py" and script.parent.name in _FOLDERS
 
 
 def as_started(text: str) -> str:
@@ -324,7 +324,9 @@ def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
     """
     if started_by_script():
         repository = Path(sys.argv[0]).parent.parent
-        script = repository / COMMANDS[name].folder / f"{name.replace('-', '_')}.py"
+        file = f"{name.replace('-', '_')}.py"
+        scripts = [repository / folder / file for folder in _FOLDERS]
+        script = next(script for script in scripts if script.exists())
         # The Python interpreter as the user typed it
         return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
     if launcher:

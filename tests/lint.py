@@ -95,8 +95,6 @@ RANKS = [
 # Rooms that no other module of ours imports from, and the modules that name one in a string: the
 # registry finds the all-to-all `channels` when it is asked for.
 LEAVES = {"moe_core.comm": ["moe_core.registry"], "moe_core.compat": []}
-# The import of each that closes a circle, inside a function.
-KNOWN_CIRCLES = {"swinv2_moe.commands": "swinv2_moe.command"}
 # What the other packages may import from.
 PUBLIC = [
     "moe_core",
@@ -410,7 +408,7 @@ def circle_of_imports(trees: dict[Path, ast.Module]) -> list[str]:
     for file, tree in trees.items():
         name = module_name(file)
         imported = {_existing(dotted, modules) for dotted in imported_names(tree, file)}
-        graph[name] = imported - {name, "", KNOWN_CIRCLES.get(name)}
+        graph[name] = imported - {name, ""}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -84,8 +84,7 @@ def run(name: str) -> None:
         choose_threads()
     for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters
         stream.reconfigure(errors="backslashreplace")
-    # Imported here, because that module imports this one.
-    from swinv2_moe.command import run_command
+    from swinv2_moe.command import run_command  # here, since --version does not need it
 
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
 
