@@ -1,8 +1,9 @@
 """Soft dispatch and soft combine. Soft MoE uses them instead of a dispatch plan.
 
-Both are torch.library ops. For the backward pass they keep their inputs and one number per slot or
-token, the logarithm of the softmax's denominator. Both ops keep the same logits tensor. Autograd
-would instead keep the weights of both softmaxes, each in two dtypes.
+Dispatch is combine with the transposed logits. So both are one torch.library op. For the backward
+pass it keeps its inputs, its output and one number per slot or token, the logarithm of the
+softmax's denominator. Both calls keep the same logits tensor. Autograd would instead keep the
+weights of both softmaxes, each in two dtypes.
 
 Source: Soft MoE, arXiv 2308.00951, section 2.1.
 """
@@ -30,7 +31,7 @@ def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
     """
     if in_transform(tokens):
         return reference.soft_dispatch(tokens, logits)
-    return torch.ops.moe_core.soft_dispatch(tokens, logits)[0]
+    return torch.ops.moe_core.soft_combine(tokens, logits.transpose(1, 2))[0]
 
 
 def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
@@ -49,36 +50,12 @@ def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
     return torch.ops.moe_core.soft_combine(rows, logits)[0]
 
 
-# 1. Ops. Each also returns the logsumexp of the logits, for its backward op.
-
-
-@torch.library.custom_op("moe_core::soft_dispatch", mutates_args=())
-def _soft_dispatch(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, S, M] and [B, 1, S]."""
-    total = logits.logsumexp(1, keepdim=True)
-    weights = _weights(logits, total).to(tokens.dtype)
-    return weights.transpose(1, 2) @ tokens, total
-
-
 @torch.library.custom_op("moe_core::soft_combine", mutates_args=())
 def _soft_combine(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, N, M] and [B, N, 1]."""
+    """[B, N, M] and, for the backward pass, the logsumexp of the logits [B, N, 1]."""
     total = logits.logsumexp(2, keepdim=True)
     weights = _weights(logits, total).to(rows.dtype)
     return weights @ rows, total
-
-
-@torch.library.custom_op("moe_core::soft_dispatch_backward", mutates_args=())
-def _soft_dispatch_backward(
-    grad: Tensor, needs: list[bool], tokens: Tensor, logits: Tensor, slots: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of tokens and logits."""
-    weights = _weights(logits, total)
-    grad_tokens = weights.to(grad.dtype) @ grad
-    grad_weights = (tokens @ grad.transpose(1, 2)).to(logits.dtype)
-    # sum_n weights * grad_weights, from tensors that are smaller
-    mean = _row_products(grad, slots, logits.dtype).unsqueeze(1)  # [B, 1, S]
-    return grad_tokens, weights.mul_(grad_weights.sub_(mean))
 
 
 @torch.library.custom_op("moe_core::soft_combine_backward", mutates_args=())
@@ -89,27 +66,13 @@ def _soft_combine_backward(
     weights = _weights(logits, total)
     grad_rows = weights.to(grad.dtype).transpose(1, 2) @ grad
     grad_weights = (grad @ rows.transpose(1, 2)).to(logits.dtype)
-    mean = _row_products(grad, out, logits.dtype).unsqueeze(2)  # [B, N, 1]
+    # sum_s weights * grad_weights, from tensors that are smaller
+    mean = torch.linalg.vecdot(grad.to(logits.dtype), out.to(logits.dtype)).unsqueeze(2)
     return grad_rows, weights.mul_(grad_weights.sub_(mean))
 
 
 def _weights(logits: Tensor, total: Tensor) -> Tensor:
     return (logits - total).exp_()
-
-
-def _row_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inner products of the rows of a and b [..., M], summed in `dtype`: [...]."""
-    return torch.linalg.vecdot(a.to(dtype), b.to(dtype))
-
-
-# 2. Fake kernels and autograd
-
-
-@_soft_dispatch.register_fake
-def _(tokens, logits):
-    num_images, _, num_slots = logits.shape
-    slots = tokens.new_empty(num_images, num_slots, tokens.shape[2])
-    return slots, logits.new_empty(num_images, 1, num_slots)
 
 
 @_soft_combine.register_fake
@@ -119,28 +82,28 @@ def _(rows, logits):
     return out, logits.new_empty(num_images, num_tokens, 1)
 
 
-@_soft_dispatch_backward.register_fake
 @_soft_combine_backward.register_fake
-def _(grad, needs, values, logits, out, total):
-    return values.new_empty(values.shape), logits.new_empty(logits.shape)
+def _(grad, needs, rows, logits, out, total):
+    return rows.new_empty(rows.shape), torch.empty_like(logits)
 
 
-_BACKWARDS = {
-    "soft_dispatch": torch.ops.moe_core.soft_dispatch_backward,
-    "soft_combine": torch.ops.moe_core.soft_combine_backward,
-}
-for _name, _op in _BACKWARDS.items():
-    register_gradient(_name, 2, _op, getattr(reference, _name), saved_outputs=(0, 1))
+register_gradient(
+    "soft_combine",
+    2,
+    torch.ops.moe_core.soft_combine_backward,
+    reference.soft_combine,
+    saved_outputs=(0, 1),
+)
 
 
-@register_flop_formula([torch.ops.moe_core.soft_dispatch, torch.ops.moe_core.soft_combine])
-def _flops(values_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
+@register_flop_formula(torch.ops.moe_core.soft_combine)
+def _flops(rows_shape, logits_shape, *args, out_shape=None, **kwargs) -> int:
     num_images, num_tokens, num_slots = logits_shape
-    return 2 * num_images * num_tokens * num_slots * values_shape[2]
+    return 2 * num_images * num_tokens * num_slots * rows_shape[2]
 
 
-@register_flop_formula(list(_BACKWARDS.values()))
+@register_flop_formula(torch.ops.moe_core.soft_combine_backward)
 def _backward_flops(
-    grad_shape, needs, values_shape, logits_shape, *args, out_shape=None, **kwargs
+    grad_shape, needs, rows_shape, logits_shape, *args, out_shape=None, **kwargs
 ) -> int:
-    return 2 * _flops(values_shape, logits_shape)
+    return 2 * _flops(rows_shape, logits_shape)
