@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from yacs.config import CfgNode
 
     from moe_core.parallel import Machine
-    from swinv2_moe import planner
-    from swinv2_moe.time_plan import TimePlan
+    from swinv2_moe.measure import cluster
+    from swinv2_moe.measure.cluster_time import RunTime
 
 
 def parse() -> argparse.Namespace:
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -> Table:
+def table_of(plan: list[cluster.Prediction], machine: Machine, user_gpus: int) -> Table:
     """The predictions, with the user's cluster in bold."""
     columns = ["GPUs", "nodes", "step, ms", "images/s", "all-to-all"]
     table = number_table(
@@ -96,7 +96,7 @@ def table_of(plan: list[planner.Prediction], machine: Machine, user_gpus: int) -
     return table
 
 
-def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+def cells_of(row: cluster.Prediction, machine: Machine, user_gpus: int) -> list[str]:
     gpus = f"{row.gpus:,}"
     if row.gpus == user_gpus:
         gpus = f"* {gpus}"
@@ -113,47 +113,47 @@ def cells_of(row: planner.Prediction, machine: Machine, user_gpus: int) -> list[
     return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
 
 
-def time_table(plans: list[TimePlan], user_gpus: int) -> Table:
+def time_table(times: list[RunTime], user_gpus: int) -> Table:
     """The seconds of each phase, with the user's cluster in bold."""
-    from swinv2_moe.time_plan import phases_of
+    from swinv2_moe.measure.cluster_time import phases_of
 
-    phases = phases_of(plans)
+    phases = phases_of(times)
     rows = []
-    for plan in plans:
-        gpus = f"{plan.step.gpus:,}"
-        if plan.step.gpus == user_gpus:
+    for time in times:
+        gpus = f"{time.step.gpus:,}"
+        if time.step.gpus == user_gpus:
             gpus = f"* {gpus}"
-        row = [gpus, f"{plan.step.nodes:,}", f"{1e3 * plan.step.step:,.1f}"]
-        row += [f"{plan.seconds[phase]:,.1f}" for phase in phases]
-        row.append(f"{plan.total:,.1f}")
-        if plan.joules is not None:
-            row.append(f"{plan.joules / 1e3:,.1f}")
+        row = [gpus, f"{time.step.nodes:,}", f"{1e3 * time.step.step:,.1f}"]
+        row += [f"{time.seconds[phase]:,.1f}" for phase in phases]
+        row.append(f"{time.total:,.1f}")
+        if time.joules is not None:
+            row.append(f"{time.joules / 1e3:,.1f}")
         rows.append(row)
     columns = ["GPUs", "nodes", "step, ms", *phases, "all"]
-    if plans[0].joules is not None:
+    if times[0].joules is not None:
         columns.append("kJ")
     table = number_table(columns, rows, text_columns=[])
     table.caption = "* your cluster   phases in seconds"
-    for line, plan in zip(table.rows, plans, strict=True):
-        if plan.step.gpus == user_gpus:
+    for line, time in zip(table.rows, times, strict=True):
+        if time.step.gpus == user_gpus:
             line.style = "bold"
     return table
 
 
 def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> None:
     """Print the predicted time of args.run on more and fewer GPUs."""
-    from swinv2_moe import planner
-    from swinv2_moe.time_plan import planner_of_run
+    from swinv2_moe.measure import cluster
+    from swinv2_moe.measure.cluster_time import times_of_run
 
-    times = planner_of_run(Path(args.run), machine, args.gpus_per_node)
-    measured = times.measured
-    plans, notes = [], []
+    run = times_of_run(Path(args.run), machine, args.gpus_per_node)
+    measured = run.measured
+    times, notes = [], []
     user_gpus = args.nodes * args.gpus_per_node
-    for gpus in planner.scales(args.gpus_per_node, user_gpus):
+    for gpus in cluster.scales(args.gpus_per_node, user_gpus):
         try:
-            plans.append(times.predict(gpus))
+            times.append(run.predict(gpus))
         except ValueError as error:
-            if gpus <= times.images or gpus == user_gpus:
+            if gpus <= run.images or gpus == user_gpus:
                 notes.append(f"{gpus:,} GPUs left out: {error}")
     aim = "its end"
     if measured.target:
@@ -162,13 +162,13 @@ def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> N
     if measured.gpus == 1:
         processes = "process"
     console.print(
-        f"time to {aim} of {args.run}: {measured.steps:,} steps of {times.images:,} images,"
+        f"time to {aim} of {args.run}: {measured.steps:,} steps of {run.images:,} images,"
         f" {1e3 * measured.step:,.1f} ms each on {measured.gpus} {processes};"
-        f" {machine.name} with processors that take {times.factor:.3g} times as long",
+        f" {machine.name} with processors that take {run.factor:.3g} times as long",
         soft_wrap=True,
     )
-    if plans:
-        console.print(time_table(plans, user_gpus))
+    if times:
+        console.print(time_table(times, user_gpus))
     for note in notes:
         console.print(note)
 
@@ -177,22 +177,21 @@ def plan_steps(
     args: argparse.Namespace, config: CfgNode, machine: Machine, console: Console
 ) -> None:
     """Print and draw the predicted step of a configuration on more and fewer GPUs."""
-    from swinv2_moe import planner
     from swinv2_moe.config import model_config, resolve_batch_size, train_config
-    from swinv2_moe.planner_figure import draw
+    from swinv2_moe.measure import cluster
 
     training = train_config(config)
     batch_size, where = args.batch_size or config.DATA.BATCH_SIZE, "per GPU"
     if config.DATA.GLOBAL_BATCH_SIZE and not args.batch_size:
         batch_size, where = config.DATA.GLOBAL_BATCH_SIZE, "per step over all GPUs"
-    model = planner.describe(model_config(config))
+    model = cluster.describe(model_config(config))
     user_gpus = args.nodes * args.gpus_per_node
     plan, notes = [], []
-    for gpus in planner.scales(args.gpus_per_node, user_gpus):
+    for gpus in cluster.scales(args.gpus_per_node, user_gpus):
         try:
             per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
             plan.append(
-                planner.predict(model, training, machine, gpus, args.gpus_per_node, per_gpu)
+                cluster.predict(model, training, machine, gpus, args.gpus_per_node, per_gpu)
             )
         except (UserError, ValueError) as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
@@ -202,7 +201,7 @@ def plan_steps(
         f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node,"
         f" {batch_size} images {where}"
     )
-    draw(plan, user_gpus, title, Path(args.output))
+    cluster.draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)")
     console.print(table_of(plan, machine, user_gpus))
     for note in notes:
@@ -217,14 +216,13 @@ def main() -> None:
         from swinv2_moe.config import load_config
 
         config = load_config(args.cfg, args.opts)
-    from swinv2_moe import planner
-    from swinv2_moe.machine_profile import save_profile
+    from swinv2_moe.measure import cluster
 
-    machine = planner.machine_named(args.profile)
+    machine = cluster.machine_named(args.profile)
     if int(os.environ.get("RANK", 0)) > 0:  # under torchrun only the first rank continues
         return
     if args.save_profile:
-        save_profile(machine, args.save_profile)
+        cluster.save_profile(machine, args.save_profile)
     console = Console(soft_wrap=False)
     if config is None:
         plan_time(args, machine, console)

@@ -11,8 +11,8 @@ from PIL import Image
 from tool_cases import Finished, assert_one_line, command
 
 from moe_core.parallel import PROFILES, cost_model
-from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
+from swinv2_moe.measure import cluster
 from swinv2_moe.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -26,15 +26,15 @@ _counted = {}
 def plan(monkeypatch, capsys, tmp_path):
     """`plan(*arguments)` -> status, output, errors, the figure's path. An empty file stands for the
     figure, and models are counted once: both take most of the time."""
-    describe = planner.describe
+    describe = cluster.describe
 
     def describe_once(config):
         if repr(config) not in _counted:
             _counted[repr(config)] = describe(config)
         return _counted[repr(config)]
 
-    monkeypatch.setattr(planner, "describe", describe_once)
-    monkeypatch.setattr("swinv2_moe.planner_figure.draw", lambda *args: args[-1].touch())
+    monkeypatch.setattr(cluster, "describe", describe_once)
+    monkeypatch.setattr("swinv2_moe.measure.cluster.draw", lambda *args: args[-1].touch())
     run, figure = command("plan_cluster", monkeypatch, capsys), tmp_path / "plan.png"
     return lambda *arguments: (*run("--output", figure, *arguments), figure)
 
@@ -166,21 +166,21 @@ def test_bad_input_is_one_line(words, plan):
 
 
 def test_scales():
-    assert planner.scales(8, 16) == [2**k for k in range(13)]
-    assert planner.scales(6, 18) == [1, 2, 4, 6, 12, 18, 24, 48, 96, 192, 384, 768, 1536, 3072]
-    assert planner.scales(1, 5000)[-2:] == [4096, 5000]
+    assert cluster.scales(8, 16) == [2**k for k in range(13)]
+    assert cluster.scales(6, 18) == [1, 2, 4, 6, 12, 18, 24, 48, 96, 192, 384, 768, 1536, 3072]
+    assert cluster.scales(1, 5000)[-2:] == [4096, 5000]
 
 
 def test_memory_is_sharded_and_recomputation_saves_activations():
     config = load_config(QUICKSTART)
-    machine, model = PROFILES["h100"], planner.describe(model_config(config))
+    machine, model = PROFILES["h100"], cluster.describe(model_config(config))
     training = train_config(config)
-    one, eight = (planner.predict(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
+    one, eight = (cluster.predict(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
     assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
     less = load_config(QUICKSTART, ["TRAIN.USE_CHECKPOINT", "true"])
-    recomputing = planner.describe(model_config(less))
+    recomputing = cluster.describe(model_config(less))
     assert recomputing.kept < model.kept == model.activations == recomputing.activations
-    slower = planner.predict(recomputing, train_config(less), machine, 1, 8, 64)
+    slower = cluster.predict(recomputing, train_config(less), machine, 1, 8, 64)
     assert slower.memory < one.memory
     assert slower.step > one.step
 
@@ -200,9 +200,9 @@ def test_published_images_per_second(monkeypatch):
     for name, file in (("dense", "dense"), ("MoE", "32expert")):
         file = ROOT / "configs" / "in22k" / f"swin_moe_base_window12_192_{file}.yaml"
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
-        model = planner.describe(model_config(config))
+        model = cluster.describe(model_config(config))
         for gpus in (8, 32, 128):
-            found = planner.predict(model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128)
+            found = cluster.predict(model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128)
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)

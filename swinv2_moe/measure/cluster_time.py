@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_core.parallel import Machine, ParallelStrategy
-from swinv2_moe import planner
 from swinv2_moe.config import ExpertsConfig, TrainConfig, all_sections
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure import cluster
 from swinv2_moe.measure.run_record import RunRecord, read_run
 from swinv2_moe.models.build import configured_strategy
 
@@ -42,10 +42,10 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True)
-class TimePlan:
+class RunTime:
     """The predicted time on one number of GPUs."""
 
-    step: planner.Prediction
+    step: cluster.Prediction
     seconds: dict[str, float]  # by phase
     joules: float | None
 
@@ -91,7 +91,7 @@ def _is_table(seconds: object) -> bool:
     return math.isfinite(sum(numbers)) and seconds["training"] > 0
 
 
-class TimePlanner:
+class RunTimes:
     """Predicts times from one run.
 
     Args:
@@ -106,7 +106,7 @@ class TimePlanner:
     def __init__(
         self,
         measured: MeasuredRun,
-        model: planner.Model,
+        model: cluster.Model,
         training: TrainConfig,
         images: int,
         machine: Machine,
@@ -122,7 +122,7 @@ class TimePlanner:
         self.machine = machine
         self.factor = self._fit()  # factor on the machine's times
 
-    def predict(self, gpus: int) -> TimePlan:
+    def predict(self, gpus: int) -> RunTime:
         """Predict the time on `gpus` GPUs.
 
         Raises:
@@ -139,13 +139,13 @@ class TimePlanner:
         joules = None
         if measured.watts is not None:
             joules = measured.watts * gpus / measured.gpus * sum(seconds.values())
-        return TimePlan(row, seconds, joules)
+        return RunTime(row, seconds, joules)
 
-    def _step(self, gpus: int, factor: float) -> planner.Prediction:
+    def _step(self, gpus: int, factor: float) -> cluster.Prediction:
         whole, rest = divmod(self.images, gpus * self.training.accumulation_steps)
         if rest:
             raise ValueError(f"{self.images} images a step cannot be divided over {gpus} GPUs")
-        return planner.predict(
+        return cluster.predict(
             self.model,
             self.training,
             self.machine.slowed(factor),
@@ -173,20 +173,20 @@ class TimePlanner:
         return high
 
 
-def planner_of_run(directory: Path, machine: Machine, gpus_per_node: int) -> TimePlanner:
-    """A planner for the run in `directory`, with the strategy that the run used.
+def times_of_run(directory: Path, machine: Machine, gpus_per_node: int) -> RunTimes:
+    """The times of the run in `directory`, with the strategy that the run used.
 
     Raises:
-        UserError: see `measured_run` and `TimePlanner`; also if the run's GPUs cannot share its
+        UserError: see `measured_run` and `RunTimes`; also if the run's GPUs cannot share its
             experts.
     """
     measured, run = measured_run(directory)
     sections = all_sections(run.config)
-    training, model = sections.train, planner.describe(sections.model)
+    training, model = sections.train, cluster.describe(sections.model)
     images = training.batch_size * training.accumulation_steps * measured.gpus
     strategy = strategy_of(sections.model.experts)
     try:
-        return TimePlanner(measured, model, training, images, machine, gpus_per_node, strategy)
+        return RunTimes(measured, model, training, images, machine, gpus_per_node, strategy)
     except ValueError as error:
         raise UserError(f"--run {directory}: {error}") from error
 
@@ -199,6 +199,6 @@ def strategy_of(experts: ExpertsConfig) -> ParallelStrategy | None:
     return strategy
 
 
-def phases_of(plans: Sequence[TimePlan]) -> list[str]:
-    """The phases of the plans that take time."""
-    return [phase for phase in plans[0].seconds if any(plan.seconds[phase] for plan in plans)]
+def phases_of(times: Sequence[RunTime]) -> list[str]:
+    """The phases that take time."""
+    return [phase for phase in times[0].seconds if any(time.seconds[phase] for time in times)]

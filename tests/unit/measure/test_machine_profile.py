@@ -7,8 +7,7 @@ import pytest
 
 from moe_core.parallel import PROFILES, calibrate
 from swinv2_moe.errors import UserError
-from swinv2_moe.machine_profile import load_profile, save_profile
-from swinv2_moe.planner import machine_named
+from swinv2_moe.measure.cluster import load_profile, machine_named, save_profile
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

@@ -14,23 +14,21 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from moe_core import MoEConfig, expert_parameters, moe_layers
-from moe_core.parallel import (
-    PROFILES,
-    Machine,
-    ParallelStrategy,
-    calibrate,
-    cost_model,
-)
+from moe_core.parallel import PROFILES, Link, Machine, ParallelStrategy, calibrate, cost_model
 from swinv2_moe.config import ModelConfig, TrainConfig
-from swinv2_moe.machine_profile import load_profile
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import read_json, write_json
+from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null, record
 from swinv2_moe.models.build import build_model, count
+from swinv2_moe.plots import new_figure, save_png, tidy
 from swinv2_moe.train.distributed import open_world
 
 LARGEST = 4096  # GPUs
@@ -43,6 +41,38 @@ STATE_BYTES = 16  # per parameter: the fp32 value, its gradient and AdamW's two 
 UPDATE_BYTES = 28  # per parameter: a step reads all four and writes three
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 _NOTHING = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
+_COLOURS = {
+    "trunk": "#4c72b0",
+    "experts": "#55a868",
+    "routing, dispatch": "#a1c9a8",
+    "all-to-all": "#c44e52",
+    "weight gather": "#dd8452",
+    "gradient all-reduce": "#8172b3",
+    "optimiser": "#937860",
+}
+_MAX_BYTES = 1 << 16
+_MAX_NAME = 80  # characters
+_NAME = form(
+    f"a printable name of 1 to {_MAX_NAME} characters",
+    lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= _MAX_NAME,
+)
+# Earlier versions have neither delay nor reduce_scatter.
+_LINK = record(
+    {"latency": POSITIVE_NUMBER, "bandwidth": POSITIVE_NUMBER}, {"delay": NON_NEGATIVE_NUMBER}
+)
+_PROFILE = record(
+    {
+        "name": _NAME,
+        "intra": _LINK,
+        "inter": _LINK,
+        "flops": POSITIVE_NUMBER,
+        "flops_fp32": POSITIVE_NUMBER,
+        "memory_bandwidth": POSITIVE_NUMBER,
+        "kernel_overhead": POSITIVE_NUMBER,
+        "memory": or_null(POSITIVE_NUMBER),  # null: not known
+    },
+    {"reduce_scatter": POSITIVE_NUMBER},
+)
 
 
 class LayerKind(NamedTuple):
@@ -100,6 +130,10 @@ def describe(config: ModelConfig) -> Model:
     kept = _saved_elements_per_image(model, size, channels)
     model.set_grad_checkpointing(False)
     activations = _saved_elements_per_image(model, size, channels)
+    of_layers = sum(map(_saved_by_layers, layers))
+    if kept == activations:  # nothing is computed again
+        kept += of_layers
+    activations += of_layers
     parameters, macs = count(model, size, channels)
     for moe, tokens, num_layers in layers:
         choices = tokens * min(moe.top_k, moe.num_experts)
@@ -130,8 +164,24 @@ def _layers(model: nn.Module, image: torch.Tensor) -> tuple[LayerKind, ...]:
     return tuple(LayerKind(moe, tokens, number) for (moe, tokens), number in counts.items())
 
 
+def _saved_by_layers(kind: LayerKind) -> int:
+    """Elements that autograd keeps for one image in MoE layers, without recomputation.
+
+    Counted by formula, because the meta device takes the plain form, which keeps more than kernels:
+    tokens, the experts' rows and outputs, the hidden layer before the activation (of gated experts
+    both products), the noise of dropout, and the router's logits and probabilities.
+    """
+    moe, tokens, num_layers = kind
+    choices = tokens * min(moe.top_k, moe.num_experts)
+    hidden_layers = moe.num_expert_weights - 1
+    if moe.hidden_dropout:
+        hidden_layers += 1
+    rows = choices * (2 * moe.model_dim + hidden_layers * moe.hidden_dim)
+    return num_layers * (rows + tokens * (moe.model_dim + 4 * moe.num_experts))
+
+
 def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int:
-    """Elements that autograd keeps for one image.
+    """Elements that autograd keeps for one image outside of MoE layers.
 
     Computed as the difference between two images and one image. This excludes elements that do not
     depend on the images, such as copies of weights.
@@ -142,17 +192,26 @@ def _saved_elements_per_image(model: nn.Module, size: int, channels: int) -> int
 
 
 def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
-    """Elements of distinct tensors, except parameters, that autograd keeps for one forward pass."""
+    """Elements of distinct tensors, except parameters, that autograd keeps for one forward pass,
+    outside of MoE layers."""
     parameters = {p.untyped_storage() for p in model.parameters()}
     saved = {}
+    running: list[nn.Module] = []  # the MoE layer that runs, if any
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()] = tensor
+        if not running:
+            saved[tensor.untyped_storage()] = tensor
         return tensor
 
+    hooks = []
+    for layer in moe_layers(model).values():
+        hooks.append(layer.register_forward_pre_hook(lambda layer, _: running.append(layer)))
+        hooks.append(layer.register_forward_hook(lambda *_: running.clear()))
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(images)
+    for hook in hooks:
+        hook.remove()
     elements = 0
     for storage, tensor in saved.items():
         if storage not in parameters:
@@ -362,3 +421,103 @@ def machine_named(profile: str) -> Machine:
         machine = calibrate(None, 1, world.device)
     links = PROFILES["a100-hdr"]
     return replace(machine, intra=links.intra, inter=links.inter)
+
+
+# The machine in a file
+
+
+def save_profile(machine: Machine, path: str | Path) -> None:
+    """Write a machine as JSON, in the units of `moe_core.parallel.Machine`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    content = asdict(machine)
+    if math.isinf(machine.memory):
+        content["memory"] = None
+    write_json(path, content)
+
+
+def load_profile(path: str | Path) -> Machine:
+    """Read a machine from a file of `save_profile`.
+
+    Raises:
+        UserError: the file cannot be read, or has an invalid value.
+    """
+    try:
+        content = read_json(path, _MAX_BYTES)
+        _PROFILE(content, "the profile")
+    except OSError as error:
+        raise UserError(f"--profile {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"--profile {path}: {error}") from error
+    memory = content["memory"]
+    if memory is None:
+        memory = math.inf
+    return Machine(
+        content["name"],
+        _link(content["intra"]),
+        _link(content["inter"]),
+        content["flops"],
+        content["flops_fp32"],
+        content["memory_bandwidth"],
+        content["kernel_overhead"],
+        memory,
+        content.get("reduce_scatter", 1.0),
+    )
+
+
+def _link(content: dict[str, float]) -> Link:
+    return Link(content["latency"], content["bandwidth"], content.get("delay", 0.0))
+
+
+# The figure: step time by part, and the shares of communication
+
+
+def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:
+    """Write a PNG: step time by part as stacked bars, and the shares of communication.
+
+    The column of `user_gpus` is marked.
+
+    Raises:
+        UserError: a file that cannot be written.
+    """
+    figure = new_figure(11, 7.5)
+    bars, shares = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+    labels = [f"{row.gpus:,}\n{_short(row.strategy)}" for row in plan]
+    _stack(bars, plan, labels)
+    bars.set_title(title, loc="left")
+    for name, marker in (("all-to-all", "o"), ("weight gather", "s")):
+        percent = [100 * row.parts[name] / row.step for row in plan]
+        shares.plot(labels, percent, color=_COLOURS[name], marker=marker, label=name)
+    shares.set_ylabel("% of the step")
+    shares.set_ylim(bottom=0)
+    shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
+    counts = [row.gpus for row in plan]
+    for axes in (bars, shares):
+        if user_gpus in counts:
+            column = counts.index(user_gpus)
+            axes.axvspan(column - 0.5, column + 0.5, color="0.9", zorder=0)
+        tidy(axes)
+    save_png(figure, path)
+
+
+def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
+    tops = [0.0] * len(plan)
+    for name, colour in _COLOURS.items():
+        heights = [1e3 * row.parts[name] for row in plan]
+        drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
+        tops = [top + height for top, height in zip(tops, heights, strict=True)]
+    labels = [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops]
+    axes.bar_label(drawn, labels, padding=2, fontsize=9)
+    axes.set_ylabel("one step, ms")
+    axes.set_ylim(0, 1.3 * max(tops))
+    axes.legend(ncols=4, frameon=False, loc="upper left")
+
+
+def _short(strategy: ParallelStrategy | None) -> str:
+    if strategy is None:
+        return "-\n"
+    if strategy.r == 0:
+        return "r=0\n"
+    return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

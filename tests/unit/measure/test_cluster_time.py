@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_core.parallel import PROFILES, ParallelStrategy
-from swinv2_moe import planner
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.time_plan import MeasuredRun, TimePlanner, measured_run, strategy_of
+from swinv2_moe.measure import cluster
+from swinv2_moe.measure.cluster_time import MeasuredRun, RunTimes, measured_run, strategy_of
 
-CONFIG = Path(__file__).parents[2] / "configs/quickstart_digits.yaml"
+CONFIG = Path(__file__).parents[3] / "configs/quickstart_digits.yaml"
 MACHINE = PROFILES["a100-hdr"]
 SECONDS = {"staging": 4.0, "start": 5.0, "data": 6.0, "training": 0.0, "validation": 8.0}
 SECONDS |= {"saving": 3.0, "other": 1.0}
@@ -22,7 +22,7 @@ SECONDS |= {"saving": 3.0, "other": 1.0}
 @pytest.fixture(scope="module")
 def described() -> tuple:
     config = load_config(CONFIG)
-    return planner.describe(model_config(config)), train_config(config)
+    return cluster.describe(model_config(config)), train_config(config)
 
 
 def measured(step: float, gpus: int = 1, steps: int = 100, **more) -> MeasuredRun:
@@ -36,14 +36,14 @@ def test_the_machine_is_fitted_to_the_runs_step(described, gpus, factor):
     model, training = described
     strategy = ParallelStrategy()
     batch = 128 // gpus
-    own = planner.predict(model, training, MACHINE.slowed(factor), gpus, 2, batch, strategy)
+    own = cluster.predict(model, training, MACHINE.slowed(factor), gpus, 2, batch, strategy)
     run = measured(own.step, gpus)
-    times = TimePlanner(run, model, training, 128, MACHINE, 2, strategy)
+    times = RunTimes(run, model, training, 128, MACHINE, 2, strategy)
     assert times.factor == pytest.approx(factor, rel=1e-3)
     for other in (1, 2, 8):
         plan = times.predict(other)
         machine = MACHINE.slowed(factor)
-        row = planner.predict(model, training, machine, other, 2, 128 // other, strategy)
+        row = cluster.predict(model, training, machine, other, 2, 128 // other, strategy)
         assert plan.step.step == pytest.approx(row.step, rel=1e-3)
         assert plan.seconds["training"] == pytest.approx(100 * row.step, rel=1e-3)
         for phase in ("staging", "start", "saving", "other"):
@@ -57,19 +57,19 @@ def test_the_machine_is_fitted_to_the_runs_step(described, gpus, factor):
 def test_the_runs_own_time_comes_out(described):
     model, training = described
     run = measured(0.25, watts=200.0)
-    plan = TimePlanner(run, model, training, 128, MACHINE, 1).predict(1)
+    plan = RunTimes(run, model, training, 128, MACHINE, 1).predict(1)
     assert plan.total == pytest.approx(sum(run.seconds.values()), rel=1e-6)
     assert plan.joules == pytest.approx(200 * plan.total)
 
 
 def test_what_cannot_be_predicted(described):
     model, training = described
-    times = TimePlanner(measured(0.25), model, training, 128, MACHINE, 1)
+    times = RunTimes(measured(0.25), model, training, 128, MACHINE, 1)
     with pytest.raises(ValueError, match="128 images a step cannot be divided over 3 GPUs"):
         times.predict(3)
     slow = replace(MACHINE, inter=replace(MACHINE.inter, latency=1.0))
     with pytest.raises(UserError, match=r"links of .* take longer than the run's step of 250 ms"):
-        TimePlanner(measured(0.25, gpus=4), model, training, 128, slow, 1, ParallelStrategy())
+        RunTimes(measured(0.25, gpus=4), model, training, 128, slow, 1, ParallelStrategy())
 
 
 def test_the_strategy_is_that_of_the_run():
