@@ -1,6 +1,7 @@
 """The yacs tree of all keys with their defaults, made from the sections."""
 
 import copy
+import functools
 from dataclasses import fields
 
 from yacs.config import CfgNode
@@ -11,6 +12,11 @@ from swinv2_moe.model_types import model_types
 
 def _group(section: type) -> CfgNode:
     """The group of a section's keys, with their defaults."""
+    return copy.deepcopy(_shared_group(section))
+
+
+@functools.cache
+def _shared_group(section: type) -> CfgNode:
     group = CfgNode()
     for field in fields(section):
         if sections.is_key(field):

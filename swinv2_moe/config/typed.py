@@ -109,11 +109,13 @@ def _drop_share(moe: CfgNode) -> float | None:
 
 def _values(group: CfgNode) -> dict[str, object]:
     """The values of a group's keys as `{"img_size": 192, ...}`, without nested groups."""
-    return {
-        key.lower(): _with_tuples(value)
-        for key, value in group.items()
-        if not isinstance(value, CfgNode)
-    }
+    values = {}
+    for key, value in group.items():
+        if isinstance(value, list):
+            value = _with_tuples(value)
+        if not isinstance(value, CfgNode):
+            values[key.lower()] = value
+    return values
 
 
 def _with_tuples(value: object) -> object:
