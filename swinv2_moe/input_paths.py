@@ -92,7 +92,7 @@ def check_training(config: CfgNode, resume: str | None) -> None:
     model = config.MODEL
     if resume is None and model.PRETRAINED and not model.PRETRAINED.startswith(NAMES):
         check_files_exist("MODEL.PRETRAINED", [model.PRETRAINED.removeprefix("local-dir:")])
-    if resume is None and model.CLASS_MAP:
+    if resume is None and model.CLASS_MAP not in ("", "new"):
         check_files_exist("MODEL.CLASS_MAP", [model.CLASS_MAP])
 
 

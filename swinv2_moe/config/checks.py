@@ -28,6 +28,7 @@ _CHOICES: dict[str, Collection] = {
     "TRACKER": ("", "wandb", "mlflow"),
     "DEVICE": ("auto", "cpu", "cuda"),
     "AMP_DTYPE": ("bfloat16", "float16"),
+    "MODEL.UPCYCLE": ("", "weights", "run"),
     "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
     "MODEL.MOE.KERNELS": KERNELS,
     "MODEL.MOE.ROUTER": ROUTERS,
@@ -97,7 +98,7 @@ _RANGES = {  # lower and upper bounds, both included
     "AUG.REPROB": (0, 1),
     "AUG.MIXUP": (0, _INFINITY),
     "AUG.CUTMIX": (0, _INFINITY),
-    "TEST.CROP_RATIO": (0.1, 1),
+    "TEST.CROP_RATIO": (0, 1),
 }
 
 # Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
@@ -162,12 +163,11 @@ def check_settings(config: CfgNode) -> None:
     Checkpoints with such keys exist, so their configuration is not checked for them.
     """
     _check_keys_of_routing(config)
-    for key in ("NEW_HEAD", "CLASS_MAP"):
-        value = config.MODEL[key]
-        if value and not config.MODEL.PRETRAINED:
-            raise UserError(
-                f"MODEL.{key} is {value!r}: it needs trained weights (MODEL.PRETRAINED)"
-            )
+    class_map = config.MODEL.CLASS_MAP
+    if class_map and not config.MODEL.PRETRAINED:
+        raise UserError(
+            f"MODEL.CLASS_MAP is {class_map!r}: it needs trained weights (MODEL.PRETRAINED)"
+        )
 
 
 def _check_choice(name: str, value: object, allowed: Collection) -> None:
@@ -337,6 +337,10 @@ def _check_lengths(config: CfgNode) -> None:
     ):
         if len(value) != length:
             raise UserError(f"{name} is {value}, it must have {length} entries")
+    if 0 < config.TEST.CROP_RATIO < 0.1:
+        raise UserError(
+            f"TEST.CROP_RATIO is {config.TEST.CROP_RATIO}, it must be 0 or between 0.1 and 1"
+        )
     if min(config.DATA.STD) <= 0:
         raise UserError(f"DATA.STD is {config.DATA.STD}, its entries must be above 0")
 
@@ -362,28 +366,21 @@ def _check_pretrained(config: CfgNode) -> None:
     has_experts_and_weights = model.PRETRAINED and model.MOE.NUM_EXPERTS
     if model.UPCYCLE and not has_experts_and_weights:
         raise UserError(
-            "MODEL.UPCYCLE is True: it needs dense weights (MODEL.PRETRAINED) and"
+            f"MODEL.UPCYCLE is {model.UPCYCLE!r}: it needs dense weights (MODEL.PRETRAINED) and"
             " MODEL.MOE.NUM_EXPERTS"
         )
     if model.UPCYCLE and model.MOE.GATED:
         raise UserError(
-            "MODEL.UPCYCLE is True: a dense FFN has no third weight, which MODEL.MOE.GATED (True)"
-            " needs"
+            f"MODEL.UPCYCLE is {model.UPCYCLE!r}: a dense FFN has no third weight, which"
+            " MODEL.MOE.GATED (True) needs"
         )
-    if model.UPCYCLE_CONTINUE:
-        needed = {"UPCYCLE": True, "UPCYCLE_NOISE": 0.0, "NEW_HEAD": False, "CLASS_MAP": ""}
-        for key, value in needed.items():
-            if model[key] != value:
-                raise UserError(
-                    f"MODEL.{key} is {model[key]!r}: with MODEL.UPCYCLE_CONTINUE (True) it must be"
-                    f" {value!r}"
-                )
+    for key, needed in (("UPCYCLE_NOISE", 0.0), ("CLASS_MAP", "")):
+        if model.UPCYCLE == "run" and model[key] != needed:
+            raise UserError(
+                f"MODEL.{key} is {model[key]!r}: with MODEL.UPCYCLE 'run' it must be {needed!r}"
+            )
     if model.MOE.FREEZE and not has_experts_and_weights:
         raise UserError(
             "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"
             " (MODEL.PRETRAINED)"
-        )
-    if model.NEW_HEAD and model.CLASS_MAP:
-        raise UserError(
-            f"MODEL.NEW_HEAD is True: MODEL.CLASS_MAP ({model.CLASS_MAP}) needs the old head"
         )

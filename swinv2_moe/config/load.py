@@ -9,7 +9,7 @@ import ast
 import difflib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config, check_settings
 from swinv2_moe.config.defaults import default_config, flatten
+from swinv2_moe.config.sections import CropConfig
 from swinv2_moe.config_files import find_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError, one_line, short
@@ -77,6 +78,9 @@ RETIRED = {
     "MODEL.MOE.SLOTS_PER_EXPERT": Retired(
         0, "the slots together are as many as the tokens of an image", shapes_weights=True
     ),
+    "MODEL.NEW_HEAD": Retired(False, "'new'", moved_to="MODEL.CLASS_MAP"),
+    "MODEL.UPCYCLE_CONTINUE": Retired(False, "'run'", moved_to="MODEL.UPCYCLE"),
+    "TEST.CROP": Retired(True, "0 resizes both sides", moved_to="TEST.CROP_RATIO"),
     "TRAIN.OPTIMIZER.BETAS": Retired([0.9, 0.999], "they are always 0.9 and 0.999"),
     "TRAIN.OPTIMIZER.MOMENTUM": Retired(0.9, "it is always 0.9"),
     "AUG.RATIO": Retired([0.75, 4 / 3], "crops have a width of 3/4 to 4/3 of their height"),
@@ -88,7 +92,13 @@ RETIRED = {
     "AUG.MIXUP_SWITCH_PROB": Retired(0.5, "mixup and cutmix are equally likely, if both are on"),
     "AUG.MIXUP_MODE": Retired("batch", "one ratio is drawn for a batch"),
 }
-_OLD_VALUES = {"MODEL.MOE.STRATEGY": ("off", "fixed", "auto")}
+# Keys that have retired ones' values, with the values beside which the latter may stand.
+_OLD_VALUES: dict[str, Collection] = {
+    "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
+    "MODEL.CLASS_MAP": ("",),
+    "MODEL.UPCYCLE": (True, False),
+}
+_ONCE_BOOL = "MODEL.UPCYCLE"
 _LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
 
 
@@ -194,6 +204,9 @@ def translate(values: Mapping[str, object], is_saved: bool = False) -> dict[str,
         if retired.shapes_weights and not is_default:
             raise UserError(f"{line}; commit {_LAST_COMMIT} is the last that can use this value")
         _warn_once(line)
+    for key in new.keys() & moved.keys():
+        if not is_saved and new[key] != moved[key]:
+            _warn_once(f"{key} is {_shown(moved[key])} now, not {_shown(new[key])}")
     return new | moved
 
 
@@ -206,7 +219,9 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
     """
     for key, value in old.items():
         heir = RETIRED[key].moved_to
-        if heir in new and new[heir] not in _OLD_VALUES.get(heir, ()):
+        if value == RETIRED[key].default or heir not in _OLD_VALUES:
+            continue
+        if heir in new and new[heir] not in _OLD_VALUES[heir]:
             raise UserError(
                 f"{key} is {_shown(value)}, but {heir} is {_shown(new[heir])}, which has its value"
                 " now: leave the former out"
@@ -214,6 +229,16 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
     moved = _moved_strategy(old, new)
     if old.get("AUG.MIXUP_PROB") == 0:
         moved |= {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+    if old.get("MODEL.NEW_HEAD"):
+        moved["MODEL.CLASS_MAP"] = "new"
+    if old.get("MODEL.UPCYCLE_CONTINUE"):
+        moved["MODEL.UPCYCLE"] = "run"
+    elif isinstance(new.get("MODEL.UPCYCLE"), bool):
+        moved["MODEL.UPCYCLE"] = "weights" if new["MODEL.UPCYCLE"] else ""
+    if old.get("TEST.CROP") is False:
+        moved["TEST.CROP_RATIO"] = 0.0
+    elif old.get("TEST.CROP") and new.get("TEST.CROP_RATIO") == 0:
+        moved["TEST.CROP_RATIO"] = CropConfig.crop_ratio
     return moved
 
 
@@ -403,7 +428,9 @@ def _checked(
                 f"{source}unknown key {one_line(name[:200])} (value"
                 f" {_shown(value)}){nearest_key(name)}"
             )
-        if not isinstance(group[key], CfgNode):
+        if name == _ONCE_BOOL and str(value).lower() in ("true", "false"):
+            values[name] = str(value).lower() == "true"
+        elif not isinstance(group[key], CfgNode):
             values[name] = _coerce(name, value, group[key], source)
         elif isinstance(value, dict):
             values |= _checked(value, group[key], f"{name}.", source)

@@ -72,10 +72,9 @@ class AugmentConfig:
 class CropConfig:
     """TEST: the part of an image that is evaluated, and the order of the images."""
 
-    # resize the short side to `DATA.IMG_SIZE / CROP_RATIO`, then centre crop; False: resize both
-    # sides
-    crop: bool = True
-    crop_ratio: float = 0.875  # side of the crop, as a share of the short side
+    # side of the centre crop, as a share of the short side: that is resized to `DATA.IMG_SIZE /
+    # CROP_RATIO`; 0: both sides are resized
+    crop_ratio: float = 0.875
     # validation and `swinv2-moe evaluate` read the images in a fixed permutation; results are in
     # the order of the data
     shuffle: bool = False
@@ -231,16 +230,14 @@ class ModelConfig:
     # a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in timm's
     # form; or a name: `timm:NAME`, `hf-hub:OWNER/NAME`
     pretrained: str = ""
-    # `MODEL.PRETRAINED` is dense: copy each dense FFN into every expert of its block
-    upcycle: bool = False
+    # `MODEL.PRETRAINED` is dense, and each dense FFN is copied into every expert of its block.
+    # `weights`: a new training begins; `run`: it goes on as that dense run would have done, at its
+    # epoch and learning rate, with its optimiser's state; empty: off
+    upcycle: str = ""
     # standard deviation of noise on those copies, relative to that of the dense weights
     upcycle_noise: float = 0.0
-    # continue as the dense run `MODEL.PRETRAINED` would have done: at its epoch and learning rate,
-    # with its optimiser's state; needs `MODEL.UPCYCLE`
-    upcycle_continue: bool = False
-    new_head: bool = False  # `MODEL.PRETRAINED` has other classes: do not load its head
-    # file with the number of the old class for each class, from 0; those rows of the head are
-    # loaded
+    # where `MODEL.PRETRAINED` has other classes. `new`: its head is not loaded; otherwise a file
+    # with the number of the old class for each class, from 0, whose rows of the head are loaded
     class_map: str = ""
 
     # The keys of the type's group, MODEL.SWINV2 say, in lower case: arguments of its class.

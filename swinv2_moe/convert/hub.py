@@ -80,7 +80,7 @@ def timm_preprocessing(config: DataConfig) -> dict[str, object]:
         "crop_pct": config.test.crop_ratio,
         "crop_mode": "center",
     }
-    if not config.test.crop:  # without a crop, the image is stretched to the square
+    if not config.test.crop_ratio:  # without a crop, the image is stretched to the square
         preprocessing |= {"crop_pct": 1.0, "crop_mode": "squash"}
     return preprocessing
 

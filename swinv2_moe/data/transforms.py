@@ -33,7 +33,7 @@ def build_transform(config: DataConfig, is_train: bool) -> Transform:
     """
     if is_train:
         return _train_transform(config)
-    return _eval_transform(config, config.test.crop)
+    return _eval_transform(config, crop=config.test.crop_ratio > 0)
 
 
 def _train_transform(config: DataConfig) -> Transform:

@@ -276,7 +276,7 @@ def preprocessing(config: DataConfig) -> dict:
     """
     mode = "L" if config.in_chans == 1 else "RGB"
     resize = None
-    if config.test.crop:
+    if config.test.crop_ratio:
         resize = math.floor(config.img_size / config.test.crop_ratio)
     interpolation = config.interpolation
     if interpolation == "random":

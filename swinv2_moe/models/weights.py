@@ -273,20 +273,20 @@ def fit_head(
     config: ModelConfig,
     rows: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Replace the head of pretrained `tensors` as MODEL.NEW_HEAD, MODEL.CLASS_MAP or `rows` say.
+    """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say.
 
-    Without any of these the tensors are returned unchanged.
+    Without either the tensors are returned unchanged.
 
     Args:
         model: the source of the rows that the pretrained head does not have.
-        rows: without these keys: for each class of the model, its row in the pretrained head, or
+        rows: without this key: for each class of the model, its row in the pretrained head, or
             NO_CLASS.
 
     Raises:
         UserError: the class map cannot be read, or does not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
-    if config.new_head:
+    if config.class_map == "new":
         return tensors | {name: expected[name] for name in names}
     has_map = config.class_map or rows is not None
     if not has_map or not all(name in tensors for name in names):

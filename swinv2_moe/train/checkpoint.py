@@ -345,7 +345,7 @@ def read_dense(checkpoint: Checkpoint, section: str, model: nn.Module) -> dict[s
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
         raise UserError(
-            f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE True needs dense weights"
+            f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE needs dense weights"
         )
     return read_tensors(checkpoint, section, nn.Module())
 

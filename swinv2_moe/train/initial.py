@@ -3,7 +3,7 @@
 Pretrained weights come with the preparation of images and the windows of position biases that they
 were trained with. A run takes these values over, unless the user has set other ones.
 
-MODEL.UPCYCLE_CONTINUE continues a dense run as a run of a model with experts: each expert begins as
+MODEL.UPCYCLE run continues a dense run as a run of a model with experts: each expert begins as
 a copy of the dense FFN, with copies of its moments. Routers and shared experts are initialised at
 random, and their moments are zero. Source: sparse upcycling, arXiv 2212.05055.
 """
@@ -55,13 +55,13 @@ from swinv2_moe.train.checkpoint import (
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import read_meta
 
-_KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP", "TEST.CROP_RATIO")
+_KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
 
 def starting_point(
     root: Path, resume: str | None, sections: AllSections, world: World
 ) -> Checkpoint | None:
-    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE_CONTINUE, of a dense one.
+    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE run, of a dense one.
 
     None starts a new run. That is not allowed if `root` already has a run.
     """
@@ -73,7 +73,7 @@ def starting_point(
             f"--output {root}: already holds a run; --resume auto continues it, another directory"
             " starts anew"
         )
-    if source is None and sections.model.upcycle_continue:
+    if source is None and sections.model.upcycle == "run":
         source = find_dense(sections.model.pretrained, sections.train, world)
     return source
 
@@ -90,7 +90,7 @@ def as_trained(
         name = f"checkpoint {source.directory}"
         trained = settings_of_checkpoint(source.meta, name)
         config, notes = take_over(config, trained, name)
-        return config, notes if model.UPCYCLE_CONTINUE else []
+        return config, notes if model.UPCYCLE == "run" else []
     if not model.PRETRAINED:
         return config, []
     stages = len(model_section(config).get("DEPTHS", [0]) or [])
@@ -173,9 +173,9 @@ def settings_of_timm(described: Mapping) -> dict[str, object]:
         values["DATA.INTERPOLATION"] = described["interpolation"]
     mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
     if mode == "squash":
-        values["TEST.CROP"] = False
+        values["TEST.CROP_RATIO"] = 0.0
     elif mode in ("center", None) and type(ratio) in (int, float):
-        values |= {"TEST.CROP": True, "TEST.CROP_RATIO": float(ratio)}
+        values["TEST.CROP_RATIO"] = float(ratio)
     return values
 
 
@@ -286,7 +286,7 @@ def load_pretrained(
         hint = ""
         if f"{model.classifier}." in str(error):
             hint = (
-                " (other classes? MODEL.NEW_HEAD True starts a new head, MODEL.CLASS_MAP takes over"
+                " (other classes? MODEL.CLASS_MAP new starts a new head, a file there takes over"
                 " some of its rows)"
             )
         raise UserError(f"{error}{hint}") from error
@@ -297,19 +297,19 @@ def _head_rows(
     trained: list[str], config: ModelConfig, class_names: Sequence[str]
 ) -> tuple[list[int] | None, tuple[str, ...]]:
     """For each class its row in the pretrained classifier, matched by name, and a message for the
-    log. None if the classifier is used as it is, or as MODEL.NEW_HEAD and MODEL.CLASS_MAP say.
+    log. None if the classifier is used as it is, or as MODEL.CLASS_MAP says.
 
     Args:
         trained: class names of the pretrained weights; empty if they are not known.
         class_names: of the data.
     """
-    if config.new_head or config.class_map or not trained:
+    if config.class_map or not trained:
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
     try:
         match = match_classes(trained, class_names, where)
     except UserError as error:
-        raise UserError(f"{error}; MODEL.NEW_HEAD True starts a new head") from error
+        raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
     if match.by_number:
         return None, (f"{where}: the classes are matched by number, only one side has names",)
     if match.numbers == list(range(len(trained))):
@@ -346,19 +346,18 @@ def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint
     assert source is not None, "only --resume auto may be without one"
     if source.meta["experts"]:
         raise UserError(
-            f"checkpoint {source.directory} has experts, MODEL.UPCYCLE_CONTINUE True needs a dense"
-            " run"
+            f"checkpoint {source.directory} has experts, MODEL.UPCYCLE run needs a dense run"
         )
     training, step = source.meta["training"], source.meta["step"]
     if training and training["epoch"] >= config.epochs:
         raise UserError(
             f"checkpoint {source.directory} has done {training['epoch']} epochs,"
-            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.EPOCHS ({config.epochs}) above that"
+            f" MODEL.UPCYCLE run needs TRAIN.EPOCHS ({config.epochs}) above that"
         )
     if 0 < config.max_steps <= step:
         raise UserError(
             f"checkpoint {source.directory} has done {step} steps,"
-            f" MODEL.UPCYCLE_CONTINUE True needs TRAIN.MAX_STEPS ({config.max_steps}) above that"
+            f" MODEL.UPCYCLE run needs TRAIN.MAX_STEPS ({config.max_steps}) above that"
         )
     return source
 

@@ -80,7 +80,7 @@ class Trainer:
         )
         self.tuning = Tuning(model)
         self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
-        self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE_CONTINUE upcycled the model
+        self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
         self.phases = phases
         self.telemetry = Telemetry(phases, open_machine(world.device))
@@ -358,7 +358,7 @@ class Trainer:
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
 
-        With MODEL.UPCYCLE_CONTINUE, the checkpoint is that of a dense run, and its state is
+        With MODEL.UPCYCLE run, the checkpoint is that of a dense run, and its state is
         upcycled.
 
         Raises:
@@ -375,7 +375,7 @@ class Trainer:
             )
         state = step.model.state_dict()
         is_dense = not source.meta["experts"]
-        upcycles = self.config.model.upcycle_continue and is_dense
+        upcycles = self.config.model.upcycle == "run" and is_dense
         read = checkpoint.read_section
         if upcycles:
             read = read_upcycled

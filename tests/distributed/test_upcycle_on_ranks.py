@@ -1,4 +1,4 @@
-"""MODEL.UPCYCLE_CONTINUE on two ranks, each with its own experts: as on one."""
+"""MODEL.UPCYCLE run on two ranks, each with its own experts: as on one."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ BEFORE, AFTER = 3, 2  # steps
 
 
 def experts_options(source: Path) -> str:
-    return f"MODEL.PRETRAINED {source} MODEL.UPCYCLE True MODEL.UPCYCLE_CONTINUE True"
+    return f"MODEL.PRETRAINED {source} MODEL.UPCYCLE run"
 
 
 def go_on(rank: int, source: Path, options: str, file: Path) -> None:

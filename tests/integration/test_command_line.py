@@ -108,7 +108,7 @@ BAD_INPUT = {
         "holds optimizer/exp_avg, optimizer/exp_avg_sq ... 'sgd' needs optimizer/momentum_buffer"
     ),
     "--opts MODEL.PRETRAINED {root}/weights.safetensors": (
-        "head.fc.weight ([2, 2] there ... MODEL.NEW_HEAD True ... MODEL.CLASS_MAP ... "
+        "head.fc.weight ([2, 2] there ... MODEL.CLASS_MAP new ... "
         "weights.safetensors ... missing:  ... surplus ... nothing was loaded"
     ),
     "--opts MODEL.PRETRAINED {root}/run MODEL.CLASS_MAP {root}/map.txt": (

@@ -39,7 +39,7 @@ MODELS = {
     "released": "MODEL.TYPE swin_moe MODEL.MOE.OUTPUT_BIAS false MODEL.MOE.NUM_EXPERTS 2"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0",
     "dense": "MODEL.MOE.NUM_EXPERTS 0 MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0.5] DATA.STD [0.5]"
-    " TEST.CROP false DATA.DATASET folder DATA.PATH gone",
+    " TEST.CROP_RATIO 0 DATA.DATASET folder DATA.PATH gone",
 }
 
 
@@ -262,7 +262,7 @@ def test_the_example_says_what_the_model_says(exported, checkpoints, photographs
 
 @pytest.mark.parametrize("size", [(300, 200), (401, 533), (64, 640), (192, 192), (9, 7), (3, 9000)])
 @pytest.mark.parametrize(
-    "keys", ["", "DATA.INTERPOLATION bilinear TEST.CROP_RATIO 0.9", "TEST.CROP false"]
+    "keys", ["", "DATA.INTERPOLATION bilinear TEST.CROP_RATIO 0.9", "TEST.CROP_RATIO 0"]
 )
 def test_the_example_prepares_pictures_as_the_evaluation_does(size, keys, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")

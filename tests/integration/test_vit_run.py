@@ -111,9 +111,9 @@ def test_it_is_exported(trained, run_tool, tmp_path, kind):
 
 
 def test_weights_start_a_model_with_other_classes(trained, run_tool, tmp_path):
-    """MODEL.NEW_HEAD leaves out the classifier, whose name is the model's."""
+    """MODEL.CLASS_MAP new leaves out the classifier, whose name is the model's."""
     words = arguments(tmp_path / "new", steps=1)
-    run_tool("train", *words, "MODEL.PRETRAINED", trained, "MODEL.NEW_HEAD", "True")
+    run_tool("train", *words, "MODEL.PRETRAINED", trained, "MODEL.CLASS_MAP", "new")
 
 
 def test_a_single_file_and_back(trained, run_tool, tmp_path):

@@ -130,7 +130,7 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["AUG.SCALE", "[0.5, 0.1]"], ["AUG.SCALE", "[0.5, 0.1]", "smaller one first"]),
         (["MODEL.SWINV2.IN_CHANS", "1"], ["DATA.MEAN", "1 entries"]),
         (["DATA.STD", "[1, 1, 0]"], ["DATA.STD", "0"]),
-        (["MODEL.UPCYCLE", "True"], ["MODEL.UPCYCLE", "True", "MODEL.PRETRAINED"]),
+        (["MODEL.UPCYCLE", "run"], ["MODEL.UPCYCLE", "run", "MODEL.PRETRAINED"]),
         (["DATA.IMG_SIZE"], ["--opts", "pairs", "'DATA.IMG_SIZE'"]),
         # what no literal is made of
         (["DATA.IMG_SIZE", "-" * 60_000 + "1"], ["DATA.IMG_SIZE", "'---", "int"]),
@@ -170,7 +170,7 @@ def test_experts_contradictions():
 @pytest.mark.parametrize(
     ("opts", "says"),
     [
-        (["MODEL.NEW_HEAD", "True"], "needs trained weights (MODEL.PRETRAINED)"),
+        (["MODEL.CLASS_MAP", "new"], "needs trained weights (MODEL.PRETRAINED)"),
         (["MODEL.CLASS_MAP", "map.txt"], "MODEL.CLASS_MAP is 'map.txt'"),
         (
             ["MODEL.MOE.CAPACITY_AUTO", "True", "MODEL.MOE.ROUTER", "soft"],

@@ -170,6 +170,37 @@ def test_a_strategy_is_read_as_it_is_written():
     assert parse_strategy("auto n8") == ("auto", 8)
 
 
+@pytest.mark.parametrize(
+    ("old", "key", "now", "line"),
+    [
+        ("MODEL.NEW_HEAD True", "MODEL.CLASS_MAP", "new", "MODEL.NEW_HEAD (True) is a part of"),
+        ("MODEL.UPCYCLE True", "MODEL.UPCYCLE", "weights", "MODEL.UPCYCLE is 'weights' now, not"),
+        ("MODEL.UPCYCLE false", "MODEL.UPCYCLE", "", "MODEL.UPCYCLE is '' now, not False"),
+        (
+            "MODEL.UPCYCLE True MODEL.UPCYCLE_CONTINUE True",
+            "MODEL.UPCYCLE",
+            "run",
+            "MODEL.UPCYCLE_CONTINUE (True) is a part of MODEL.UPCYCLE now: 'run'",
+        ),
+        ("TEST.CROP False", "TEST.CROP_RATIO", 0, "TEST.CROP (False) is a part of TEST.CROP_RATIO"),
+        ("TEST.CROP_RATIO 0 TEST.CROP True", "TEST.CROP_RATIO", 0.875, "is 0.875 now, not 0.0"),
+    ],
+)
+def test_values_that_other_keys_have(old, key, now, line, lines):
+    opts = old.split()
+    if key != "TEST.CROP_RATIO":
+        opts += ["MODEL.PRETRAINED", "a", "MODEL.MOE.NUM_EXPERTS", "2"]
+        opts += ["MODEL.MOE.BLOCKS", "[[], [], [1], []]"]
+    assert flatten(load_config(None, opts))[key] == now
+    assert any(line in said for said in lines())
+
+
+def test_a_map_of_classes_contradicts_a_new_head():
+    opts = ["MODEL.NEW_HEAD", "True", "MODEL.CLASS_MAP", "map.txt", "MODEL.PRETRAINED", "a"]
+    with pytest.raises(UserError, match=r"NEW_HEAD is True, but MODEL\.CLASS_MAP is 'map\.txt'"):
+        load_config(None, opts)
+
+
 def test_mixing_that_was_switched_off():
     aug = load_config(None, ["AUG.MIXUP_PROB", "0", "DATA.BATCH_SIZE", "63"]).AUG
     assert (aug.MIXUP, aug.CUTMIX) == (0, 0)

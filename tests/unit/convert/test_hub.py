@@ -67,7 +67,7 @@ def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_check
 
 def test_a_vit_of_one_channel(convert, tmp_path):
     opts = ["MODEL.VIT.IN_CHANS", "1", "DATA.MEAN", "[0.5]", "DATA.STD", "[0.25]"]
-    opts += ["MODEL.VIT.DEPTH", "2", "MODEL.MOE.BLOCKS", "[[1]]", "TEST.CROP", "False"]
+    opts += ["MODEL.VIT.DEPTH", "2", "MODEL.MOE.BLOCKS", "[[1]]", "TEST.CROP_RATIO", "0"]
     config = load_config(CONFIGS / "vit_moe_digits.yaml", opts)
     model = build_model(model_config(config), 10).eval()
     write_weights(tmp_path / "ours", model, model.state_dict(), config.dump(), [])
@@ -108,9 +108,9 @@ def test_nothing_is_written_over(convert, make_checkpoint, tmp_path):
     assert not (tmp_path / "hub").exists()
 
 
-@pytest.mark.parametrize("crop", [True, False])
-def test_timm_prepares_images_as_evaluation_does(crop):
-    config = load_config(CONFIGS / "quickstart_digits.yaml", ["TEST.CROP", str(crop)])
+@pytest.mark.parametrize("ratio", [0.875, 0])
+def test_timm_prepares_images_as_evaluation_does(ratio):
+    config = load_config(CONFIGS / "quickstart_digits.yaml", ["TEST.CROP_RATIO", str(ratio)])
     section = data_config(config)
     ours = build_transform(section, is_train=False)
     theirs = timm.data.create_transform(**timm_preprocessing(section), is_training=False)

@@ -44,7 +44,7 @@ def test_eval_crop_is_swinv2s_recipe(make_transform):
 
 
 def test_eval_without_crop_resizes_both_sides(make_transform):
-    keys = {"DATA.IMG_SIZE": 64, "TEST.CROP": False, "DATA.INTERPOLATION": "bilinear"}
+    keys = {"DATA.IMG_SIZE": 64, "TEST.CROP_RATIO": 0.0, "DATA.INTERPOLATION": "bilinear"}
     image = picture(300, 200)
     want = normalised(image.resize((64, 64), Image.Resampling.BILINEAR))
     torch.testing.assert_close(make_transform(False, keys)(image), want)
@@ -54,7 +54,7 @@ def test_eval_without_crop_resizes_both_sides(make_transform):
 def test_train_with_everything_off_is_eval_without_crop(
     make_transform, no_augmentation, interpolation
 ):
-    keys = {"TEST.CROP": False, "DATA.INTERPOLATION": interpolation}
+    keys = {"TEST.CROP_RATIO": 0.0, "DATA.INTERPOLATION": interpolation}
     for size in ((300, 200), (64, 640), (8, 8)):
         image = picture(*size)
         train = make_transform(True, no_augmentation, keys)(image)
@@ -65,7 +65,7 @@ def test_train_with_everything_off_is_eval_without_crop(
 def test_flip_alone_is_a_mirror_and_nothing_is_turned_upside_down(make_transform, no_augmentation):
     image = picture()
     flipped = make_transform(True, no_augmentation, {"AUG.HFLIP": 1.0})(image)
-    want = make_transform(False, no_augmentation, {"TEST.CROP": False})(image).flip(-1)
+    want = make_transform(False, no_augmentation, {"TEST.CROP_RATIO": 0.0})(image).flip(-1)
     # mirrored before the 8-bit rounding or after
     torch.testing.assert_close(flipped, want, atol=0.05, rtol=0)
 

@@ -281,7 +281,7 @@ def test_a_thin_image_stays_small_in_every_transform(
         return resize(image, size, *args, **keys)
 
     monkeypatch.setattr(Image.Image, "resize", recorded)
-    section = make_data({"TEST.CROP": crop, "DATA.IMG_SIZE": 224})
+    section = make_data({"TEST.CROP_RATIO": 0.875 * crop, "DATA.IMG_SIZE": 224})
     for size in ((1, 5000), (65_000, 1), (2, 1_000_000)):
         for is_train in (True, False):
             found = build_transform(section, is_train)(Image.new("RGB", size, (255, 0, 0)))

@@ -55,8 +55,10 @@ def test_a_gated_model_trains():
 
 
 def test_dense_weights_are_not_copied_to_gated_experts(tmp_path):
-    options = ["MODEL.PRETRAINED", "dense.safetensors", "MODEL.UPCYCLE", "true"]
-    with pytest.raises(UserError, match=r"MODEL.UPCYCLE is True.*third weight.*MODEL.MOE.GATED"):
+    options = ["MODEL.PRETRAINED", "dense.safetensors", "MODEL.UPCYCLE", "weights"]
+    with pytest.raises(
+        UserError, match=r"MODEL.UPCYCLE is 'weights'.*third weight.*MODEL.MOE.GATED"
+    ):
         load_config(None, [*TINY, *EXPERTS, *GATED, *options])
     save_file(model_of().state_dict(), tmp_path / "dense.safetensors")
     model = model_of(*EXPERTS, *GATED)

@@ -118,7 +118,7 @@ def test_dense_weights_of_timm(cache, make_trainer):
     size |= {"embed_dim": 16, "depths": (1, 1, 1), "num_heads": (2, 4, 8)}
     dense = timm.create_model("swinv2_tiny_window8_256", **size)
     save_file(dense.state_dict(), snapshot(cache, "me/dense") / "model.safetensors")
-    keys = {"MODEL.NEW_HEAD": True, "MODEL.UPCYCLE": True}
+    keys = {"MODEL.CLASS_MAP": "new", "MODEL.UPCYCLE": "weights"}
     model = load(make_trainer, "hf-hub:me/dense", keys)
     ffn = dense.layers[1].blocks[0].mlp
     experts = model.layers[1].blocks[0].mlp.moe.experts
@@ -126,8 +126,8 @@ def test_dense_weights_of_timm(cache, make_trainer):
         assert torch.equal(experts.w1[expert], ffn.fc1.weight)
     first, expected = (each.layers[0].blocks[0].mlp.fc1.weight for each in (model, dense))
     assert torch.equal(first, expected)
-    with pytest.raises(UserError, match=r"head\.fc\.weight.*MODEL\.NEW_HEAD True"):
-        load(make_trainer, "hf-hub:me/dense", keys | {"MODEL.NEW_HEAD": False})
+    with pytest.raises(UserError, match=r"head\.fc\.weight.*MODEL\.CLASS_MAP new"):
+        load(make_trainer, "hf-hub:me/dense", keys | {"MODEL.CLASS_MAP": ""})
 
 
 def test_other_windows_are_refused(cache, make_trainer):

@@ -56,12 +56,12 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
     source = source / "model.safetensors" if as_file else source
-    refusal = "has none of the classes of the data.*MODEL.NEW_HEAD True starts a new head"
+    refusal = "has none of the classes of the data.*MODEL.CLASS_MAP new starts a new head"
     if as_file:  # without class names
-        refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.NEW_HEAD True.*CLASS_MAP"
+        refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.CLASS_MAP new"
     with pytest.raises(UserError, match=refusal):
         load(source, dense, "abcd")
-    found, own = load(source, dense | {"MODEL.NEW_HEAD": True}, classes="abcd")
+    found, own = load(source, dense | {"MODEL.CLASS_MAP": "new"}, classes="abcd")
     assert_same(found, before | own)
     (tmp_path / "map.txt").write_text("7\n1\n1\n0\n")
     mapped = dense | {"MODEL.CLASS_MAP": str(tmp_path / "map.txt")}
@@ -93,7 +93,7 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
         load(file, keys)
 
 
-@pytest.mark.parametrize("upcycle", [False, True])
+@pytest.mark.parametrize("upcycle", ["", "weights"])
 def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if upcycle else None)
     note = f"MODEL.PRETRAINED {source}: the classifier's rows of 3 classes are taken over by name"
@@ -132,13 +132,13 @@ def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):
 
 def test_a_dense_run_upcycled(pretrained, load):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
-    found, _ = load(source, {"MODEL.UPCYCLE": True})
+    found, _ = load(source, {"MODEL.UPCYCLE": "weights"})
     for block in ("layers.1.blocks.0", "layers.2.blocks.0"):
         experts, ffn = f"{block}.mlp.moe.experts", f"{block}.mlp"
         for e in range(4):
             assert torch.equal(found[f"{experts}.w1"][e], before[f"{ffn}.fc1.weight"])
             assert torch.equal(found[f"{experts}.w2"][e], before[f"{ffn}.fc2.weight"].t())
-    noisy, _ = load(source, {"MODEL.UPCYCLE": True, "MODEL.UPCYCLE_NOISE": 0.1})
+    noisy, _ = load(source, {"MODEL.UPCYCLE": "weights", "MODEL.UPCYCLE_NOISE": 0.1})
     first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
     std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
     assert float((first - second).std()) == pytest.approx(0.1 * 2**0.5 * std, rel=0.1)
@@ -147,7 +147,7 @@ def test_a_dense_run_upcycled(pretrained, load):
 def test_what_is_frozen_must_have_been_trained(pretrained, load):
     _, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
     frozen = {"MODEL.MOE.FREEZE": True}
-    for keys in (frozen, frozen | {"MODEL.UPCYCLE": True}):
+    for keys in (frozen, frozen | {"MODEL.UPCYCLE": "weights"}):
         message = r"FREEZE is True: weights .* have no .*moe\..*, it would stay random"
         with pytest.raises(UserError, match=message):
             load(source / "model.safetensors", keys)
@@ -163,8 +163,8 @@ def test_a_run_cannot_be_frozen_on_its_way(pretrained, make_trainer):
 
 def test_experts_cannot_be_upcycled_again(pretrained, load):
     _, source = pretrained()
-    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE True needs dense weights"):
-        load(source, {"MODEL.UPCYCLE": True})
+    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE needs dense weights"):
+        load(source, {"MODEL.UPCYCLE": "weights"})
 
 
 def test_another_window_says_which_one_the_weights_know(pretrained, load):
@@ -202,7 +202,11 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
 def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, capsys):
     """Unless the user has set the key; a resumed run keeps its values."""
     shape = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 4, "TRAIN.MAX_STEPS": 1}
-    first = {"DATA.MEAN": [0.1, 0.2, 0.3], "TEST.CROP_RATIO": 0.9, "DATA.INTERPOLATION": "bilinear"}
+    first = {
+        "DATA.MEAN": [0.1, 0.2, 0.3],
+        "DATA.STD": [0.5, 0.5, 0.4],
+        "DATA.INTERPOLATION": "bilinear",
+    }
     train(make_config(tmp_path / "first", shape | first))
     keys = shape | {"DATA.INTERPOLATION": "bicubic", "MODEL.PRETRAINED": str(tmp_path / "first")}
     keys |= {"MODEL.SWINV2.WINDOW_SIZE": 8}
@@ -212,7 +216,7 @@ def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, cap
     train(config)
     said = " ".join(capsys.readouterr().out.split())
     assert "taken over from" in said
-    assert "DATA.MEAN [0.1, 0.2, 0.3], TEST.CROP_RATIO 0.9" in said
+    assert "DATA.MEAN [0.1, 0.2, 0.3], DATA.STD [0.5, 0.5, 0.4]" in said
     assert "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [4, 4, 4]" in said
     assert "DATA.INTERPOLATION is bicubic, its weights were trained with bilinear" in said
     (tmp_path / "first").rename(tmp_path / "moved")
@@ -228,9 +232,9 @@ def test_a_description_of_timm():
     expected = {"DATA.MEAN": [0.5, 0.4, 0.3], "DATA.STD": [1.0, 1.0, 1.0]}
     expected |= {"DATA.INTERPOLATION": "bicubic"}
     assert initial.settings_of_timm(described) == expected
-    cropped = {"TEST.CROP": True, "TEST.CROP_RATIO": 0.9}
+    cropped = {"TEST.CROP_RATIO": 0.9}
     assert initial.settings_of_timm(described | {"crop_pct": 0.9}) == expected | cropped
-    assert initial.settings_of_timm({"crop_mode": "squash"}) == {"TEST.CROP": False}
+    assert initial.settings_of_timm({"crop_mode": "squash"}) == {"TEST.CROP_RATIO": 0.0}
     hostile = {"mean": "a", "std": [None], "interpolation": 3, "crop_mode": [], "crop_pct": "x"}
     assert initial.settings_of_timm(hostile) == {}
     content = timm_config("timm:vit_tiny_patch16_224.augreg_in21k")

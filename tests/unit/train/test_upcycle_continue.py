@@ -1,4 +1,4 @@
-"""MODEL.UPCYCLE_CONTINUE: a dense run that goes on with experts, its epoch and its state."""
+"""MODEL.UPCYCLE run: a dense run that goes on with experts, its epoch and its state."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ REGULARISED = {
 
 
 def continued(source):
-    return {"MODEL.PRETRAINED": str(source), "MODEL.UPCYCLE": True, "MODEL.UPCYCLE_CONTINUE": True}
+    return {"MODEL.PRETRAINED": str(source), "MODEL.UPCYCLE": "run"}
 
 
 def train_steps(trainer, count):
@@ -139,16 +139,15 @@ def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
     with pytest.raises(UserError, match=r"has done 2 steps, .* TRAIN\.MAX_STEPS \(2\) above"):
         train(make_config(tmp_path / "c2", keys))
     train(make_config(tmp_path / "experts", {"TRAIN.MAX_STEPS": 1}))
-    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE_CONTINUE True needs a dense"):
+    with pytest.raises(UserError, match=r"has experts, MODEL\.UPCYCLE run needs a dense"):
         train(make_config(tmp_path / "d", continued(tmp_path / "experts")))
 
 
 def test_keys_that_contradict(make_config, tmp_path):
     for key, value in (
-        ("MODEL.UPCYCLE", False),
         ("MODEL.UPCYCLE_NOISE", 0.1),
-        ("MODEL.NEW_HEAD", True),
+        ("MODEL.CLASS_MAP", "new"),
         ("MODEL.CLASS_MAP", "map.txt"),
     ):
-        with pytest.raises(UserError, match=rf"{key} is .*UPCYCLE_CONTINUE \(True\) it must be"):
+        with pytest.raises(UserError, match=rf"{key} is .*UPCYCLE 'run' it must be"):
             make_config(tmp_path, continued("run") | {key: value})
