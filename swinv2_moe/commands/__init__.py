@@ -16,45 +16,38 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
-from typing import NamedTuple
 
 import argcomplete
 
 from swinv2_moe.output import say
 from swinv2_moe.threads import choose_threads
 
-
-class Command(NamedTuple):
-    folder: str | None  # folder of its script in the repository; None: it has no script
-    help: str
-
-
-COMMANDS = {
-    "train": Command("tools", "train the model of a configuration, or continue a run"),
-    "evaluate": Command("tools", "accuracy, classes and calibration of a checkpoint"),
-    "predict": Command("tools", "the classes of pictures, in a table or a file"),
-    "few-shot": Command("tools", "few-shot and nearest-neighbour accuracy of its features"),
-    "show-routing": Command("tools", "pictures of what its experts have specialised in"),
-    "watch": Command("tools", "curves, experts and time left of a run, in the terminal"),
-    "report": Command("tools", "one HTML file about a run"),
-    "export": Command("tools", "ONNX or torch.export program of a checkpoint"),
-    "convert-checkpoint": Command("tools", "inspect, import or export weights"),
-    "detect": Command("tools", "train, test and show detectors"),
-    "throughput": Command("tools", "images/s of a configuration, beside the dense model"),
-    "roofline": Command("tools", "phases of a step beside the machine's peaks"),
-    "plan-cluster": Command("tools", "predicted step time and memory on 1 to 4,096 GPUs"),
-    "sweep": Command("tools", "train variants with several seeds, and compare them"),
-    "scaling": Command("tools", "sweep over batch sizes and optimisers, until a target"),
-    "quickstart": Command("tools", "digits, with experts and dense, in 3 minutes"),
-    "workflow": Command("tools", "from shards to few-shot evaluation"),
-    "configs": Command(None, "the configurations that --cfg knows by name"),
-    "config": Command(None, "keys of the configuration, with defaults and allowed values"),
-    "make-shards": Command("data", "shards of a dataset, and their index"),
-    "stage": Command("data", "copy shards to a local disk"),
-    "make-class-map": Command("data", "which pretrained classes are classes of another dataset"),
-    "make-shapes": Command("data", "generate a dataset for detection"),
-    "prepare-coco": Command("data", "lay out and check COCO"),
-    "prepare-imagenet": Command("data", "unpack and check ImageNet"),
+COMMANDS = {  # the help of each command
+    "train": "train the model of a configuration, or continue a run",
+    "evaluate": "accuracy, classes and calibration of a checkpoint",
+    "predict": "the classes of pictures, in a table or a file",
+    "few-shot": "few-shot and nearest-neighbour accuracy of its features",
+    "show-routing": "pictures of what its experts have specialised in",
+    "watch": "curves, experts and time left of a run, in the terminal",
+    "report": "one HTML file about a run",
+    "export": "ONNX or torch.export program of a checkpoint",
+    "convert-checkpoint": "inspect, import or export weights",
+    "detect": "train, test and show detectors",
+    "throughput": "images/s of a configuration, beside the dense model",
+    "roofline": "phases of a step beside the machine's peaks",
+    "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
+    "sweep": "train variants with several seeds, and compare them",
+    "scaling": "sweep over batch sizes and optimisers, until a target",
+    "quickstart": "digits, with experts and dense, in 3 minutes",
+    "workflow": "from shards to few-shot evaluation",
+    "configs": "the configurations that --cfg knows by name",
+    "config": "keys of the configuration, with defaults and allowed values",
+    "make-shards": "shards of a dataset, and their index",
+    "stage": "copy shards to a local disk",
+    "make-class-map": "which pretrained classes are classes of another dataset",
+    "make-shapes": "generate a dataset for detection",
+    "prepare-coco": "lay out and check COCO",
+    "prepare-imagenet": "unpack and check ImageNet",
 }
 RENAMED = {"ablate": "sweep"}  # old names, for one release
 # Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
@@ -132,7 +125,7 @@ def overview() -> str:
     """The help of `swinv2-moe`."""
     width = max(map(len, COMMANDS))
     lines = ["usage: swinv2-moe COMMAND ...", "", "commands:"]
-    lines += [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
     lines += [
         "",
         "`swinv2-moe COMMAND --help` lists the options of a command.",
