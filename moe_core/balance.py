@@ -38,8 +38,7 @@ class BalanceBias(nn.Module):
     @property
     def load(self) -> Tensor:
         """[E] int64, the number of the router's choices for this rank's tokens since the last
-        update, on the device of the bias. Random choices (`random_share`) are excluded, as they
-        would hide an imbalance."""
+        update, on the device of the bias."""
         device = self.bias.device
         if self._load.device != device:
             if self._load.is_meta:  # without values

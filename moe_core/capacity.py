@@ -76,29 +76,22 @@ def needed_capacity_factor(counts: Tensor, top_k: int, drop_share: float = 0.0) 
 class RoutingStats(NamedTuple):
     """Statistics of this rank's tokens in a forward pass: detached tensors on the device."""
 
-    # [E] choices per expert, before any drop and without the additional choices of `round_to`
-    counts: Tensor
-    # scalar: share of these choices that were dropped, by the capacity or by `round_to`
-    dropped_share: Tensor
+    counts: Tensor  # [E] choices per expert, before any drop
+    dropped_share: Tensor  # scalar: share of these choices that the capacity dropped
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
     needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
 
 
-def counts_and_kept(
-    plan: DispatchPlan, top_k: int, routing_kind: str
-) -> tuple[Tensor, Tensor | None]:
+def counts_and_kept(plan: DispatchPlan, routing_kind: str) -> tuple[Tensor, Tensor | None]:
     """The number of choices of each expert [E], and a mask of the kept choices [T, K].
 
-    Both exclude the additional choices of `round_to`. The mask is None if no choice can be dropped.
-    With expert choice it is [T, 1]: whether at least one expert chose the token.
+    The mask is None if no choice can be dropped. With expert choice it is [T, 1]: whether at least
+    one expert chose the token.
     """
-    kept = plan.kept
-    if routing_kind == "expert_choice":
-        assert kept is not None, "experts choose up to a capacity"
-        return kept.sum(0), kept.any(1, keepdim=True)
-    if kept is not None:
-        kept = kept[:, :top_k]
-    return plan.counts, kept
+    if routing_kind != "expert_choice":
+        return plan.counts, plan.kept
+    assert plan.kept is not None, "experts choose up to a capacity"
+    return plan.kept.sum(0), plan.kept.any(1, keepdim=True)
 
 
 @torch.no_grad()

@@ -65,9 +65,6 @@ class MoEConfig:
     normalize_gates: bool = True  # the gate values of a token sum to 1; only for `top_k` above 1
     # a full expert keeps the tokens with the highest probability, not the first ones
     batch_prioritized: bool = False
-    # in training, the rows of each expert are a multiple of this number (128 for GPU kernels); 0:
-    # off
-    round_to: int = 0
     aux_loss: str = "gshard"  # the loss that balances the load, or a registered name
     # the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank
     global_balance: bool = False
@@ -77,10 +74,8 @@ class MoEConfig:
     gated: bool = False
     bias: bool = True  # the biases of each expert
     output_bias: bool = True  # the second bias of each expert
-    # j: in training the router sees x times a uniform number from 1 - j to 1 + j
-    input_jitter: float = 0.0
-    input_dropout: float = 0.0  # dropout of the router's input in training
-    # expert dropout: dropout of the hidden units of routed and shared experts, after the activation
+    # expert dropout: dropout of the hidden units of routed and shared experts, after the
+    # activation. The published Swin-MoE is trained with 0.1
     hidden_dropout: float = 0.0
     # `auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work; `triton` and
     # `torch` force one form; other names force the CPU instructions of the experts' products
@@ -94,16 +89,17 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
             check_integer(name, getattr(self, name), 1)
-        for name in ("slots_per_expert", "num_shared_experts", "round_to"):
+        for name in ("slots_per_expert", "num_shared_experts"):
             check_integer(name, getattr(self, name), 0)
         for registry in (ROUTERS, LOSSES):
             registry.check(getattr(self, registry.kind))
         check_activation(self.activation, self.gated)
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNELS)}")
-        for name in ("input_jitter", "input_dropout", "hidden_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1")
+        if not 0 <= self.hidden_dropout < 1:
+            raise ValueError(
+                f"hidden_dropout ({self.hidden_dropout}) must be at least 0 and below 1"
+            )
         for name in ("capacity_factor", "eval_capacity_factor"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} ({getattr(self, name)}) must be finite; 0 is dropless")
@@ -155,7 +151,7 @@ class MoEConfig:
                 f"capacity_factor (0) must not be 0 with router {self.router!r}: it says how many"
                 " tokens an expert chooses"
             )
-        unsupported = {"round_to": 0, "balance": "loss"}
+        unsupported: dict[str, object] = {"balance": "loss"}
         if self.routing == "soft":
             unsupported |= {"gate_activation": "softmax", "z_loss_weight": 0.0}
         for name, default in unsupported.items():

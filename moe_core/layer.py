@@ -26,11 +26,10 @@ from moe_core.layer_inputs import (
     check_capacity_factor,
     check_devices,
     check_exchange,
+    check_output_norm,
     check_slots,
     check_tensors,
-    check_token_options,
     expert_input,
-    has_random_choices,
     is_dropless,
     positions_of,
 )
@@ -38,7 +37,6 @@ from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
 from moe_core.parallel.search import Trial
-from moe_core.rounding import round_to_tiles
 from moe_core.router import (
     Routing,
     logits_of,
@@ -176,7 +174,6 @@ class MoELayer(HasExperts):
         mask: Tensor | None = None,
         num_tokens: int | None = None,
         output_norm: nn.Module | None = None,
-        random_share: float | Tensor = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
@@ -190,7 +187,7 @@ class MoELayer(HasExperts):
         Args:
             capacity_factor: a number (0: dropless), or a nonzero scalar tensor on the device of x.
                 The value of a tensor may change without recompilation. A tensor is supported only
-                with one rank and without round_to.
+                with one rank.
             mask: bool [...]. Tokens where it is False are ignored: they do not count for capacity,
                 loss and statistics, and their y is 0.
             num_tokens: the number of True values in `mask`. If it is None, they are counted, which
@@ -199,14 +196,12 @@ class MoELayer(HasExperts):
                 gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`. s is 1 / G of
                 an undecided router. A norm of y itself would remove the gate value. Shared experts
                 are normalised separately. Not for expert choice and Soft MoE.
-            random_share: the share of the tokens that get random experts, with the router's gate
-                values. The value of a scalar tensor may change without recompilation.
 
         Raises:
             ValueError: x is not a floating-point tensor [..., M] on the layer's device; `mask` has
                 another shape or floating-point values; top_k is below 1; capacity_factor is not
-                finite, or is a tensor with several ranks or round_to; the strategy does not fit the
-                group; the router does not exist; a custom experts module returns another shape.
+                finite, or is a tensor with several ranks; the strategy does not fit the group; the
+                router does not exist; a custom experts module returns another shape.
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         check_tensors(x, mask)
@@ -217,9 +212,8 @@ class MoELayer(HasExperts):
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
-        check_token_options(output_norm, random_share, self.config)
-        options: tuple = (top_k, capacity_factor, strategy, router, batch_prioritized)
-        options += (output_norm, random_share)
+        check_output_norm(output_norm, self.config)
+        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
         if mask is None:
             return forward(x, *options)
         if self.config.routing == "soft" or self.config.choose_per_image:
@@ -243,7 +237,6 @@ class MoELayer(HasExperts):
         router: int,
         batch_prioritized,
         output_norm: nn.Module | None,
-        random_share: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """`forward` without a mask: route, plan, exchange with the experts and combine."""
         config = self.config
@@ -274,7 +267,7 @@ class MoELayer(HasExperts):
                 )
             normalize_gates = output_norm is None
             routing, inputs = self._route(
-                tokens, top_k, self._router(router), num_images, normalize_gates, random_share
+                tokens, top_k, self._router(router), num_images, normalize_gates
             )
             gate_scale: Tensor | None = None  # [T, 1]
             if output_norm is not None:
@@ -308,9 +301,7 @@ class MoELayer(HasExperts):
         if trial is not None:
             tokens = trial.begin(tokens)
         exchange = self._exchange_of(strategy)
-        routing, plan, agreement = self._plan(
-            exchange, routing, top_k, capacity_factor, batch_prioritized
-        )
+        plan, agreement = self._plan(exchange, routing, top_k, capacity_factor, batch_prioritized)
         self._keep_statistics(routing, plan, top_k)
         y = exchange(self.experts, tokens, routing.gates, plan, agreement)
         if trial is not None:
@@ -327,7 +318,7 @@ class MoELayer(HasExperts):
         config = self.config
         tokens = as_images(x)  # [B, N, M]
         module = self._router(router)
-        logits = router_logits(module, tokens.flatten(0, 1), config, self.training)  # [T, S]
+        logits = router_logits(module, tokens.flatten(0, 1))  # [T, S]
         check_slots(logits, config)
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         inputs = tokens.to(expert_dtype(tokens))
@@ -393,20 +384,18 @@ class MoELayer(HasExperts):
         router: nn.Module,
         num_images: int,
         normalize_gates: bool,
-        random_share: float | Tensor,
     ) -> tuple[Routing, Tensor]:
         """The routing of tokens [T, M], and the tokens. Some kernels cast them for the experts."""
         config = self.config
         reduce = None
         if config.global_balance:
             reduce = self.group.sum
-        options = (reduce, normalize_gates, random_share)
+        options = (reduce, normalize_gates)
         if config.routing == "expert_choice":
-            scores = router_logits(router, tokens, config, self.training)
+            scores = router_logits(router, tokens)
             with without_autocast(tokens):
                 return route_by_experts(scores, config, num_images, self.training), tokens
-        is_random = has_random_choices(random_share)
-        logits = logits_of(router, tokens, config, self.training, is_random)
+        logits = logits_of(router, tokens, config)
         with without_autocast(tokens):
             routing = route(logits, config, top_k, self.training, *options, balance=self.balance)
         if routing.inputs is not None:
@@ -420,14 +409,9 @@ class MoELayer(HasExperts):
         top_k: int,
         capacity_factor: float,
         batch_prioritized: bool,
-    ) -> tuple[Routing, DispatchPlan, Agreement]:
-        """The routing, its plan, and the agreement of the ranks. With token rounding the routing
-        has an additional choice for each token."""
+    ) -> tuple[DispatchPlan, Agreement]:
+        """The plan of the routing, and the agreement of the ranks."""
         config = self.config
-        if self.training and config.round_to:
-            capacity = self._agreed_capacity(routing.probs, top_k, capacity_factor)
-            routing, plan = round_to_tiles(routing, config, capacity)
-            return routing, plan, Agreement(capacity)
         agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
         priority = routing.priority
         if batch_prioritized and priority is None:
@@ -440,7 +424,7 @@ class MoELayer(HasExperts):
             config.kernels,
             num_rows=routing.expert_ids.numel(),
         )
-        return routing, plan, agreement
+        return plan, agreement
 
     def _agreed_capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
         """The capacity as a number on the host, for this rank's tokens [T, ...]; None: no limit."""
@@ -451,7 +435,7 @@ class MoELayer(HasExperts):
         return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
-        """Keep the inputs of `last_routing`, without the additional choices of token rounding.
+        """Keep the inputs of `last_routing`.
 
         A backward pass that recomputes activations does not replace those of a later pass."""
         if in_backward():
@@ -459,7 +443,7 @@ class MoELayer(HasExperts):
         if in_transform(routing.probs):  # its tensors end with the transform
             self._last = None
             return
-        counts, kept = counts_and_kept(plan, top_k, self.config.routing)
+        counts, kept = counts_and_kept(plan, self.config.routing)
         self._last = (routing.probs.detach(), counts, kept, top_k)
 
     # Arguments are checked in the same way on every rank, before the first collective.

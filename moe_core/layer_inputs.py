@@ -80,34 +80,12 @@ def check_devices(layer: nn.Module, x: Tensor) -> None:
             raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
 
 
-def check_token_options(
-    output_norm: nn.Module | None, random_share: float | Tensor, config: MoEConfig
-) -> None:
-    """Raise ValueError for options that the layer's kind of routing does not support, or for a
-    `random_share` that is not a scalar from 0 to 1."""
-    if isinstance(random_share, Tensor):
-        if random_share.dim() > 0:
-            raise ValueError(
-                f"random_share has shape {list(random_share.shape)}, it must be a scalar"
-            )
-    elif not 0 <= random_share <= 1:
-        raise ValueError(f"random_share ({random_share}) must be from 0 to 1")
-    if config.routing == "token_choice":
-        return
-    options = {
-        "output_norm": output_norm is not None,
-        "random_share": has_random_choices(random_share),
-    }
-    for name, is_given in options.items():
-        if is_given:
-            raise ValueError(
-                f"{name} needs tokens that choose experts, not router {config.router!r}"
-            )
-
-
-def has_random_choices(random_share: float | Tensor) -> bool:
-    """Whether some choices may be random. The value of a tensor is not read."""
-    return isinstance(random_share, Tensor) or random_share > 0
+def check_output_norm(output_norm: nn.Module | None, config: MoEConfig) -> None:
+    """Raise ValueError for a norm that the layer's kind of routing does not support."""
+    if output_norm is not None and config.routing != "token_choice":
+        raise ValueError(
+            f"output_norm needs tokens that choose experts, not router {config.router!r}"
+        )
 
 
 def check_exchange(exchange: str, capacity_factor: float | Tensor, config: MoEConfig) -> None:
@@ -141,8 +119,4 @@ def check_capacity_factor(
     if group_size > 1:
         raise ValueError(
             f"capacity_factor is a tensor, over {group_size} ranks it must be a number"
-        )
-    if config.round_to:
-        raise ValueError(
-            f"capacity_factor is a tensor, with round_to ({config.round_to}) it must be a number"
         )

@@ -16,7 +16,6 @@ from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
 from moe_core.context import draw, expert_dtype, without_autocast
 from moe_core.expert_choice import all_experts, expert_priority
-from moe_core.layer_inputs import has_random_choices
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import LinearLogits, RouteSettings, loss_of_sums
 from moe_core.ops import route as choose_experts
@@ -35,17 +34,8 @@ class Routing(NamedTuple):
     probs: Tensor  # [T, E] softmax of the (noisy) logits
     # [T, K], only with expert choice: an expert takes choices of higher priority first
     priority: Tensor | None = None
-    # [T, E] scores from which gate values are taken; None: `probs`
-    scores: Tensor | None = None
     # [T, M] the tokens in the dtype of the experts; None: not cast yet
     inputs: Tensor | None = None
-
-    @property
-    def gate_scores(self) -> Tensor:
-        """[T, E]: the gate values of all experts, also of those that are not chosen."""
-        if self.scores is None:
-            return self.probs
-        return self.scores
 
 
 @register_router("linear")
@@ -124,15 +114,6 @@ def make_router(config: MoEConfig, device=None) -> nn.Module:
     return ROUTERS[config.router](config, device)
 
 
-def perturb_input(x: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """The router's input: in training, tokens with input jitter (arXiv 2101.03961) and dropout."""
-    if training and config.input_jitter:
-        factors = torch.empty_like(x, dtype=torch.float32)
-        factors.uniform_(1 - config.input_jitter, 1 + config.input_jitter)
-        x = x * factors.to(x.dtype)
-    return F.dropout(x, config.input_dropout, training)
-
-
 def route(
     logits: Tensor | LinearLogits,
     config: MoEConfig,
@@ -140,7 +121,6 @@ def route(
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
     normalize_gates: bool = True,
-    random_share: float | Tensor = 0.0,
     balance: BalanceBias | None = None,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
@@ -152,8 +132,6 @@ def route(
         reduce: a sum over ranks, for a loss over the tokens of all ranks (see
             `losses.auxiliary_loss`).
         normalize_gates: False overrides the configuration: gate values are not normalised.
-        random_share: the share of tokens that get random experts (see `with_random_choices`). The
-            gate values are the router's, and the loss is computed from the router's choices.
         balance: biases for the choice, which replace the auxiliary loss. In training it counts the
             choices.
 
@@ -201,49 +179,28 @@ def route(
     aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, fused_value)
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
-    if has_random_choices(random_share):
-        ids = with_random_choices(ids, config.num_experts, random_share)
-        gates = _gates_of(scores, noisy, ids, config.gate_activation, normalize)
-    return Routing(ids, gates, aux_loss, probs, scores=scores)
+    return Routing(ids, gates, aux_loss, probs)
 
 
-def with_random_choices(ids: Tensor, num_experts: int, share: float | Tensor) -> Tensor:
-    """Replace the expert ids [T, K] of each token, with probability `share`, by K different experts
-    that are drawn uniformly."""
-    num_tokens, device = ids.shape[0], ids.device
-    scores = torch.rand(num_tokens, num_experts, dtype=torch.float32, device=device)
-    random_ids = largest(scores, ids.shape[1])
-    is_replaced = torch.rand(num_tokens, 1, dtype=torch.float32, device=device) < share
-    return torch.where(is_replaced, random_ids, ids)
-
-
-def logits_of(
-    router: nn.Module,
-    tokens: Tensor,
-    config: MoEConfig,
-    training: bool,
-    has_random_choices: bool = False,
-) -> Tensor | LinearLogits:
+def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | LinearLogits:
     """The logits [T, E] of a router for tokens [T, M].
 
     They are not computed yet if a kernel may compute them in the same pass as `route`: those of a
     LinearRouter, if nothing else reads them.
     """
-    perturbs_input = training and (config.input_jitter > 0 or config.input_dropout > 0)
     is_plain = config.balance == "loss" and config.gate_activation == "softmax"
-    is_plain = is_plain and config.z_loss_weight == 0 and not has_random_choices
-    if type(router) is not LinearRouter or not is_plain or perturbs_input:
-        return router_logits(router, tokens, config, training)
+    if type(router) is not LinearRouter or not is_plain or config.z_loss_weight > 0:
+        return router_logits(router, tokens)
     if router._forward_hooks or router._forward_pre_hooks:
-        return router_logits(router, tokens, config, training)
+        return router_logits(router, tokens)
     return LinearLogits(tokens, router.weight, expert_dtype(tokens))
 
 
-def router_logits(router: nn.Module, tokens: Tensor, config: MoEConfig, training: bool) -> Tensor:
+def router_logits(router: nn.Module, tokens: Tensor) -> Tensor:
     """The logits of a router in at least fp32, because rounding to bf16 changes close choices."""
     with without_autocast(tokens):
         tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-        return router(perturb_input(tokens, config, training))
+        return router(tokens)
 
 
 def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:
@@ -341,8 +298,7 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":
         undecided = top_k / 2
-    split = routing._replace(gates=routing.gates / total, scores=routing.gate_scores / total)
-    return split, total / undecided
+    return routing._replace(gates=routing.gates / total), total / undecided
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -112,8 +112,8 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
     It covers the MoE layers of `model` and the ranks of their expert groups. The number of tokens
     is then known without communication. Results are the same.
 
-    Without this context a static exchange, gathered weights (r = 0), token rounding and the
-    strategy "auto" need one collective per call. Except with r = 0, the host waits for its result.
+    Without this context a static exchange, gathered weights (r = 0) and the strategy "auto" need
+    one collective per call. Except with r = 0, the host waits for its result.
 
     If the guarantee is broken, ranks use different capacities. A static exchange and "auto" then
     fail or wait until the timeout. With r = 0 the ranks drop tokens by different limits.

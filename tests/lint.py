@@ -129,8 +129,7 @@ TRAINING = MODELS_AND_DATA + PICTURES + ["swinv2_moe.train"]
 
 ALLOWED = {
     "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
-    "moe_core.layer": BASICS + PARTS + ["moe_core.rounding", "moe_core.torch_tools"],
-    "moe_core.rounding": BASICS + ["moe_core.router"],
+    "moe_core.layer": BASICS + PARTS + ["moe_core.torch_tools"],
     "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.output": [],

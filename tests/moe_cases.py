@@ -52,20 +52,12 @@ def plain_forward(
     top_k = top_k or config.top_k
     f = config.capacity_factor if capacity_factor is None else capacity_factor
     probs = plain_logits(layer, x).softmax(1)
-    rounds = layer.training and config.round_to
-    gates, ids = probs.topk(min(top_k + bool(rounds), num_experts))
+    gates, ids = probs.topk(min(top_k, num_experts))
     per_expert = math.ceil(max(most_tokens, len(x)) / num_experts)
     capacity = top_k * math.floor(abs(f) * per_expert) if f else None
     priority = probs.max(1).values if config.batch_prioritized else None
-    if rounds:
-        kept = [choice for rows in plain_rows(probs, top_k, rounds, capacity) for choice in rows]
-        gates = gates * torch.tensor(
-            [[(t, k) in kept for k in range(ids.shape[1])] for t in range(len(x))]
-        )
-        capacity = priority = None
     if top_k > 1 and config.normalize_gates:
-        total = gates.sum(1, keepdim=True)
-        gates = gates / total.where(total > 0, 1)
+        gates = gates / gates.sum(1, keepdim=True)
     weights = layer.experts.parameters_by_field
     y = plain_moe(x, ids, gates, weights, config.activation, capacity, priority)
     share = F.one_hot(ids[:, 0], num_experts).to(x.dtype).mean(0)
@@ -91,27 +83,6 @@ def plain_moe(
                 hidden = plain_hidden(activation, w1 @ x[t] + b1, u)
                 y[t] = y[t] + gates[t, k] * (hidden @ w2 + b2)
     return torch.stack(y)
-
-
-def plain_rows(
-    probs: Tensor, top_k: int, round_to: int, capacity: int | None
-) -> list[list[tuple[int, int]]]:
-    """Rounded to tiles (moe_core.rounding), each expert's kept choices (token, k) in order; probs
-    [T, E]."""
-    candidates = [[] for _ in range(probs.shape[1])]
-    for t, row in enumerate(probs.tolist()):
-        for k, e in enumerate(sorted(range(len(row)), key=lambda e: -row[e])[: top_k + 1]):
-            candidates[e].append((k, -row[e], t))
-    kept = []
-    for those in candidates:
-        wanted, available = sum(k < top_k for k, _, _ in those), len(those)
-        if capacity is not None:
-            wanted, available = min(wanted, capacity), min(available, capacity)
-        below = wanted - wanted % round_to
-        above = below + round_to
-        number = above if above - wanted <= wanted - below and above <= available else below
-        kept.append([(t, k) for k, _, t in sorted(those)[:number]])
-    return kept
 
 
 def all_gradients(loss: Tensor, x: Tensor, layer: MoELayer) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from moe_core.config import MoEConfig
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import DispatchPlan, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
-from moe_core.parallel.chunks import ChunkLayout, kept_counts, plan_received
+from moe_core.parallel.chunks import ChunkLayout, plan_received
 from moe_core.parallel.gather import gather_weights
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.row_exchange import PendingExchange, RowExchange
@@ -41,8 +41,7 @@ class Agreement(NamedTuple):
     Attributes:
         capacity: the largest number of rows of one rank for one expert, for `make_plan`; None: no
             limit.
-        messages: the exchanged numbers of choices; None if the ranks exchange no numbers, or
-            exchange the numbers of the plan's rows later.
+        messages: the exchanged numbers of choices; None if the ranks exchange no numbers.
     """
 
     capacity: int | Tensor | None
@@ -185,9 +184,7 @@ class Exchanged(Exchange):
 
     The ranks tell each other the number of their choices for each expert, and their number of
     tokens. From these, every rank computes the capacity and the numbers of rows to send and to
-    receive. The host reads these numbers once, which is the only wait for the device. With token
-    rounding (round_to) the plan depends on more than the capacity, so the ranks tell each other the
-    numbers of the plan's rows instead.
+    receive. The host reads these numbers once, which is the only wait for the device.
     """
 
     def __init__(
@@ -213,10 +210,8 @@ class Exchanged(Exchange):
         agreement: Agreement,
     ) -> Tensor:
         kernels = self.config.kernels
-        messages = agreement.messages
-        if messages is None:
-            messages = self._exchange_messages(kept_counts(plan), len(tokens))
-        chunks = self._chunks(messages)
+        assert agreement.messages is not None
+        chunks = self._chunks(agreement.messages)
         num_sent = sum(int(chunk.rows.send.sum()) for chunk in chunks)  # r N
         plan = self.layout.arrange(plan, num_sent // self.strategy.r)
         rows = dispatch(tokens, plan, kernels)  # [r N, M]
@@ -225,12 +220,10 @@ class Exchanged(Exchange):
         return combine(rows, gates, plan, kernels)
 
     def _exchange_messages(
-        self, counts: Tensor, num_tokens: int, top_k: int = 1, capacity_factor: float = 0.0
+        self, counts: Tensor, num_tokens: int, top_k: int, capacity_factor: float
     ) -> Messages:
-        """Tell every rank the number of rows for its experts, from `counts` [E].
-
-        The capacity limits the rows later; with the default arguments there is no limit.
-        """
+        """Tell every rank the number of choices of its experts, from `counts` [E]. The capacity
+        limits the rows later."""
         by_rank = self.layout.by_rank(counts)  # [W, E_l]
         sent = F.pad(by_rank, (0, 2), value=num_tokens)  # [W, E_l + 2]
         sent[:, -2] = self.layout.sharers(counts.device)

@@ -36,7 +36,7 @@ _CHOICES: dict[str, Collection] = {
     "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
     "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
     "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
-    "MODEL.MOE.NORM": ("post", "before_gate", "pre"),
+    "MODEL.MOE.NORM": ("post", "before_gate"),
     "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd", "lamb", "lars"),
     "TRAIN.LR_SCALING": ("linear", "sqrt"),
 }
@@ -67,14 +67,11 @@ _RANGES = {  # lower and upper bounds, both included
     "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
     "MODEL.MOE.CAPACITY_DROP_SHARE": (0, 0.999),
     "MODEL.MOE.EVAL_CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
-    "MODEL.MOE.ROUND_TO": (0, _INFINITY),
     "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
     "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
     "MODEL.MOE.Z_LOSS_WEIGHT": (0, _INFINITY),
     "MODEL.MOE.NUM_SHARED_EXPERTS": (0, _INFINITY),
     "MODEL.MOE.HIDDEN_RATIO": (1e-3, _INFINITY),
-    "MODEL.MOE.INPUT_JITTER": (0, 0.999),
-    "MODEL.MOE.INPUT_DROPOUT": (0, 0.999),
     "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),
     "MODEL.MOE.INIT_STD": (1e-9, _INFINITY),
     "TRAIN.EPOCHS": (1, _INFINITY),
@@ -83,7 +80,6 @@ _RANGES = {  # lower and upper bounds, both included
     "TRAIN.WARMUP_LR": (0, _INFINITY),
     "TRAIN.MIN_LR": (0, _INFINITY),
     "TRAIN.WEIGHT_DECAY": (0, _INFINITY),
-    "TRAIN.EXPERT_WEIGHT_DECAY": (-1, _INFINITY),
     "TRAIN.LAYER_DECAY": (1e-3, 1),
     "TRAIN.CLIP_GRAD": (0, _INFINITY),
     "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
@@ -108,7 +104,6 @@ _ROUTINGS_OF_KEYS = {
     "TOP_K_SCHEDULE": ("token_choice", "expert_choice"),
     "CAPACITY_SCHEDULE": ("token_choice", "expert_choice"),
     "CAPACITY_AUTO": ("token_choice",),
-    "RANDOM_CHOICE_SCHEDULE": ("token_choice",),
 }
 
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
@@ -224,18 +219,14 @@ def _check_experts(config: CfgNode) -> None:
 
 def _check_routing_schedules(config: CfgNode) -> None:
     moe = config.MODEL.MOE
-    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE", "RANDOM_CHOICE_SCHEDULE"):
+    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE"):
         text = moe[key]
-        name = f"MODEL.MOE.{key}"
-        is_share = key == "RANDOM_CHOICE_SCHEDULE"
         try:
-            schedule = parse_schedule(text, may_reach_zero=is_share)
+            schedule = parse_schedule(text)
             if schedule and key == "TOP_K_SCHEDULE":
                 schedule.check_top_k(moe.NUM_EXPERTS)
-            if schedule and is_share:
-                schedule.check_share()
         except ValueError as error:
-            raise UserError(f"{name} is {text!r}: {error}") from error
+            raise UserError(f"MODEL.MOE.{key} is {text!r}: {error}") from error
     if moe.CAPACITY_AUTO and moe.CAPACITY_SCHEDULE:
         raise UserError(
             f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: MODEL.MOE.CAPACITY_AUTO"

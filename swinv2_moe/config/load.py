@@ -78,9 +78,14 @@ RETIRED = {
     "MODEL.MOE.SLOTS_PER_EXPERT": Retired(
         0, "the slots together are as many as the tokens of an image", shapes_weights=True
     ),
+    "MODEL.MOE.INPUT_JITTER": Retired(0.0, "the router sees the tokens as they are"),
+    "MODEL.MOE.INPUT_DROPOUT": Retired(0.0, "the router sees the tokens as they are"),
+    "MODEL.MOE.RANDOM_CHOICE_SCHEDULE": Retired("", "the router chooses from the first step on"),
+    "MODEL.MOE.ROUND_TO": Retired(0, "numbers of rows are not rounded"),
     "MODEL.NEW_HEAD": Retired(False, "'new'", moved_to="MODEL.CLASS_MAP"),
     "MODEL.UPCYCLE_CONTINUE": Retired(False, "'run'", moved_to="MODEL.UPCYCLE"),
     "TEST.CROP": Retired(True, "0 resizes both sides", moved_to="TEST.CROP_RATIO"),
+    "TRAIN.EXPERT_WEIGHT_DECAY": Retired(-1.0, "experts have TRAIN.WEIGHT_DECAY"),
     "TRAIN.OPTIMIZER.BETAS": Retired([0.9, 0.999], "they are always 0.9 and 0.999"),
     "TRAIN.OPTIMIZER.MOMENTUM": Retired(0.9, "it is always 0.9"),
     "AUG.RATIO": Retired([0.75, 4 / 3], "crops have a width of 3/4 to 4/3 of their height"),
@@ -99,6 +104,8 @@ _OLD_VALUES: dict[str, Collection] = {
     "MODEL.UPCYCLE": (True, False),
 }
 _ONCE_BOOL = "MODEL.UPCYCLE"
+# Values of keys that stay. Trained weights depend on them.
+_RETIRED_VALUES = {("MODEL.MOE.NORM", "pre"): "pre-norm blocks are those of MODEL.TYPE swin_moe"}
 _LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
 
 
@@ -186,8 +193,14 @@ def translate(values: Mapping[str, object], is_saved: bool = False) -> dict[str,
 
     Raises:
         UserError: a retired key with a value that trained weights depend on, or that nothing has
-            now, or beside the key that has its value now.
+            now, or beside the key that has its value now; or a retired value.
     """
+    for key, value in values.items():
+        if isinstance(value, str) and (key, value) in _RETIRED_VALUES:
+            raise UserError(
+                f"{key} is {value!r}, which is no value any more: {_RETIRED_VALUES[key, value]};"
+                f" commit {_LAST_COMMIT} is the last that can use this value"
+            )
     new = {key: value for key, value in values.items() if key not in RETIRED}
     old = {key: value for key, value in values.items() if key in RETIRED}
     moved = _moved(old, new)

@@ -46,23 +46,13 @@ class Schedule(NamedTuple):
             if num_experts and value > num_experts:
                 raise ValueError(f"{value:g} must be at most MODEL.MOE.NUM_EXPERTS ({num_experts})")
 
-    def check_share(self) -> None:
-        """Raise ValueError unless all values are from 0 to 1."""
-        for value in self.values:
-            if not 0 <= value <= 1:
-                raise ValueError(f"{value:g} is not a share from 0 to 1")
 
-
-def parse_schedule(text: str, may_reach_zero: bool = False) -> Schedule | None:
+def parse_schedule(text: str) -> Schedule | None:
     """Parse `text`. Returns None if it is empty.
-
-    Args:
-        may_reach_zero: whether linear values may reach or cross 0. As a capacity factor, 0 means no
-            limit.
 
     Raises:
         ValueError: the text has another form; the positions do not increase from 0; values are not
-            finite; or linear values reach 0 although they may not.
+            finite; or linear values reach or cross 0, which as a capacity factor means no limit.
     """
     if not text:
         return None
@@ -88,7 +78,7 @@ def parse_schedule(text: str, may_reach_zero: bool = False) -> Schedule | None:
     for earlier, later in itertools.pairwise(positions):
         if later <= earlier:
             raise ValueError(f"position {later:g} must be above {earlier:g}")
-    if is_linear and not may_reach_zero and min(values) <= 0 <= max(values):
+    if is_linear and min(values) <= 0 <= max(values):
         raise ValueError(
             "linear values must not reach 0, which means no limit; without 'linear' they may"
         )

@@ -179,9 +179,6 @@ class ExpertsConfig:
     top_k_schedule: str = ""
     # in training in place of `CAPACITY_FACTOR`, such as `step 0:1.25 5000:2 linear`
     capacity_schedule: str = ""
-    # in training, the share of the tokens whose experts are drawn uniformly, such as
-    # `epoch 0:1 3:0 linear`; gate values stay the router's
-    random_choice_schedule: str = ""
     # the capacity factor of each layer follows the loads of the last 16 steps; `CAPACITY_FACTOR` is
     # that of the first step
     capacity_auto: bool = False
@@ -193,7 +190,7 @@ class ExpertsConfig:
     # 0.667 with `GATED`, has the dense model's MACs
     hidden_ratio: float = 1.0
     # the norm of a SwinV2 block with experts. `post`: behind the experts and their gate value, as
-    # published; `before_gate`: behind the experts, before the gate value; `pre`: before the experts
+    # published; `before_gate`: behind the experts, before the gate value
     norm: str = "post"
     aux_loss_weight: float = 0.01  # factor of the auxiliary loss in the loss
     # routers and experts keep the values of `MODEL.PRETRAINED` and route as in evaluation
@@ -270,9 +267,6 @@ class TrainConfig:
     warmup_lr: float = 1.25e-7  # learning rate for 512 images at the start of warm-up
     min_lr: float = 1.25e-6  # learning rate for 512 images at the end
     weight_decay: float = 0.1  # weight decay; biases and norms have none
-    # weight decay of the routed experts' weights, not of their biases; negative:
-    # `TRAIN.WEIGHT_DECAY`
-    expert_weight_decay: float = -1.0
     layer_decay: float = 1.0  # factor of the learning rate from a layer to the one below; 1: none
     clip_grad: float = 3.0  # limit of the global gradient norm over all ranks; 0: off
     # measure the noise scale of the gradient in two of so many steps; 0: never

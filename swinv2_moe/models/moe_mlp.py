@@ -27,8 +27,6 @@ class MoEMlp(nn.Module):
             the factor by which the loss of the output is scaled, if any.
         top_k, capacity_factor: values in training mode; None: as the layer is configured. A
             schedule sets them between two steps.
-        random_share: share of the tokens that get random experts in training mode. A schedule sets
-            it.
         eval_capacity_factor, eval_batch_prioritized: values in evaluation mode; None: as the layer
             is configured.
     """
@@ -44,7 +42,6 @@ class MoEMlp(nn.Module):
         self.moe = moe.requires_grad_(not frozen)
         self.top_k: int | None = None
         self.capacity_factor: float | Tensor | None = None
-        self.random_share: float | Tensor = 0.0
         self.eval_capacity_factor: float | None = None
         self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
@@ -60,11 +57,7 @@ class MoEMlp(nn.Module):
             options: `mask`, `num_tokens` and `output_norm` of MoELayer.
         """
         if self.training:
-            routing = {
-                "top_k": self.top_k,
-                "capacity_factor": self.capacity_factor,
-                "random_share": self.random_share,
-            }
+            routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
         else:
             routing = {
                 "capacity_factor": self.eval_capacity_factor,

@@ -8,7 +8,7 @@ from the task is almost zero, and the router learns little besides balance.
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor
 
-NORM_POSITIONS = ("post", "before_gate", "pre")
+NORM_POSITIONS = ("post", "before_gate")
 
 
 class ExpertBlock(SwinTransformerV2Block):
@@ -17,7 +17,6 @@ class ExpertBlock(SwinTransformerV2Block):
 
     - "post": `norm2(mlp(x))`, as in SwinV2.
     - "before_gate": the experts' results are normalised, then multiplied by their gate value.
-    - "pre": `mlp(norm2(x))`.
     """
 
     norm_position: str
@@ -47,6 +46,4 @@ def ffn_branch(block: SwinTransformerV2Block, tokens: Tensor, **mask) -> Tensor:
     position = getattr(block, "norm_position", "post")
     if position == "before_gate":
         return block.mlp(tokens, output_norm=block.norm2, **mask)
-    if position == "pre":
-        return block.mlp(block.norm2(tokens), **mask)
     return block.norm2(block.mlp(tokens, **mask))

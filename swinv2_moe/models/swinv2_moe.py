@@ -2,7 +2,6 @@
 feed-forward layers."""
 
 from collections.abc import Sequence
-from itertools import chain
 
 from timm.models.swin_transformer_v2 import (
     SwinTransformerV2,
@@ -60,14 +59,6 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
                 f" {config.router!r}"
             )
         set_norm_position(block, position)
-
-    def init_weights(self, needs_reset: bool = True) -> None:
-        """As timm, but the weight of a norm before the FFN starts at one. Only for res-post-norm it
-        starts at zero."""
-        super().init_weights(needs_reset=needs_reset)
-        for block in chain.from_iterable(self.block_stages()):
-            if getattr(block, "norm_position", "post") == "pre":
-                block.norm2.reset_parameters()
 
     def block_stages(self) -> list[Sequence[nn.Module]]:
         """As MoEModel."""

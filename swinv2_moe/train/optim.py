@@ -31,22 +31,16 @@ def build_optimizer(
     """Build the optimiser that TRAIN.OPTIMIZER names, with layer decay by depth.
 
     There is no weight decay for biases, 1-D parameters, and parameters that the model excludes.
-    Experts may have a separate weight decay.
 
     Raises:
         UserError: LAMB or LARS is chosen and a rank holds a part of an expert.
     """
-    no_weight_decay = model.no_weight_decay()
     groups = param_groups_layer_decay(
         model,
         weight_decay=config.weight_decay,
-        no_weight_decay_list=no_weight_decay,
+        no_weight_decay_list=model.no_weight_decay(),
         layer_decay=config.layer_decay,
     )
-    if config.expert_weight_decay >= 0:
-        experts = expert_parameters(model).items()
-        weights = {p for name, p in experts if name not in no_weight_decay}
-        groups = _split_experts(groups, weights, config.expert_weight_decay)
     groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
     if options.name in ("lamb", "lars"):
@@ -67,21 +61,6 @@ def _check_whole_experts(model: MoEModel, name: str) -> None:
                 f"TRAIN.OPTIMIZER.NAME is {name!r}: it needs whole experts on each rank, but here"
                 f" {layer.shard.num_parts} ranks share an expert"
             )
-
-
-def _split_experts(
-    groups: list[dict], weights: set[nn.Parameter], weight_decay: float
-) -> list[dict]:
-    """Move the weights of experts into separate groups, which have `weight_decay`."""
-    split = []
-    for group in groups:
-        others = [p for p in group["params"] if p not in weights]
-        experts = [p for p in group["params"] if p in weights]
-        if others:
-            split.append(group | {"params": others})
-        if experts:
-            split.append(group | {"params": experts, "weight_decay": weight_decay})
-    return split
 
 
 def _merge(groups: list[dict]) -> list[dict]:

@@ -1,5 +1,5 @@
-"""What changes in the MoE layers from step to step of a run: top-k, capacity factor and share of
-random choices; and the tuners' strategies.
+"""What changes in the MoE layers from step to step of a run: top-k, capacity factor, and the
+tuners' strategies.
 
 A schedule depends only on the position in the run. The automatic capacity depends on the last
 steps, which are stored in checkpoints. So a resumed run repeats the values of an uninterrupted run.
@@ -23,8 +23,7 @@ CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies
 
 
 class RoutingSchedule:
-    """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE, CAPACITY_AUTO and RANDOM_CHOICE_SCHEDULE of a
-    model.
+    """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE and CAPACITY_AUTO of a model.
 
     With CAPACITY_AUTO, the capacity factor of a layer is the largest needed factor of the last
     STEPS steps, over all ranks. The needed factor of a step is the smallest factor that drops at
@@ -34,8 +33,7 @@ class RoutingSchedule:
 
     Args:
         is_compiled: the value of COMPILE. With it, each new top-k needs a compilation; a new
-            capacity factor does not. When the share of random choices reaches 0, the model is
-            compiled once more.
+            capacity factor does not.
     """
 
     def __init__(self, config: ExpertsConfig, model: nn.Module, is_compiled: bool = False) -> None:
@@ -43,7 +41,6 @@ class RoutingSchedule:
         self.layers = [m for m in modules if isinstance(m, MoEMlp) and not m.frozen]
         self.top_k_schedule = parse_schedule(config.top_k_schedule)
         self.capacity_schedule = parse_schedule(config.capacity_schedule)
-        self.random_schedule = parse_schedule(config.random_choice_schedule, may_reach_zero=True)
         self.is_automatic = config.capacity_auto
         # the needed factor of each layer in the last steps; empty without CAPACITY_AUTO
         self.needed: deque[list[float]] = deque(maxlen=STEPS)
@@ -64,10 +61,6 @@ class RoutingSchedule:
             for layer, factor in zip(self.layers, factors, strict=True):
                 layer.capacity_factor = self._for_layer(layer, factor)
             self.current["moe/capacity_factor"] = max(factors)
-        if self.random_schedule:
-            share = self.random_schedule.value(epoch, step)
-            self._set_random_share(share)
-            self.current["moe/random_share"] = share
 
     def observe(self, needed_factors: Sequence[float]) -> None:
         """Count a step. `needed_factors` are the needed factors of its layers; none without
@@ -107,24 +100,10 @@ class RoutingSchedule:
             return [max(factors) for factors in zip(*self.needed, strict=True)]
         return []
 
-    def _set_random_share(self, share: float) -> None:
-        """Set the share of random choices.
-
-        All layers get the same tensor, since a number would be compiled again for each value. They
-        get the number 0 when there are no random choices any more.
-        """
-        value: float | Tensor = share
-        if share > 0:
-            # a fill kernel: a copy from the host would wait for the GPU
-            device = next(self.layers[0].parameters()).device
-            value = torch.full((), share, device=device)
-        for layer in self.layers:
-            layer.random_share = value
-
     def _for_layer(self, layer: MoEMlp, factor: float) -> float | Tensor:
         """The factor, as a tensor if a number would be compiled again for each value."""
         moe = layer.moe
-        if not self.is_compiled or factor == 0 or moe.group.size > 1 or moe.config.round_to:
+        if not self.is_compiled or factor == 0 or moe.group.size > 1:
             return factor
         device = next(moe.parameters()).device
         return torch.full((), factor, dtype=torch.float64, device=device)

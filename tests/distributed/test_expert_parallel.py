@@ -29,8 +29,6 @@ CONFIGS = [
     {"capacity_factor": 0.6, "top_k": 1, "normalize_gates": False},
     {"capacity_factor": -0.6, "top_k": 2, "batch_prioritized": True},
     {"capacity_factor": 0.05, "top_k": 1},  # room for no row at all
-    {"capacity_factor": 0.0, "top_k": 2, "round_to": 2},
-    {"capacity_factor": 1.0, "top_k": 1, "round_to": 3, "normalize_gates": False},
 ]
 
 
@@ -66,11 +64,7 @@ def check_equals_one_process(group, counts: list[int], config: dict) -> None:
     expected = all_gradients(mean_loss, xs[rank][0], single)
 
     x, weight = inputs_of(rank, counts)
-    offsets = []
-    layer.experts.register_forward_pre_hook(lambda experts, args: offsets.append(args[1]))
     y, aux_loss = layer(x)
-    assert all((ends % (layer.config.round_to or 1) == 0).all() for ends in offsets)
-    assert offsets
     torch.testing.assert_close((y, aux_loss), xs[rank][1:], **CLOSE)
     rank_loss(y, aux_loss, weight).backward()
     average_expert_gradients(layer)

@@ -14,7 +14,6 @@ SCHEDULE = (
     " MODEL.MOE.CAPACITY_SCHEDULE 'epoch 0:1.25 0.1:0' MODEL.MOE.BATCH_PRIORITIZED True"
 )
 AUTO = "MODEL.MOE.CAPACITY_AUTO True MODEL.MOE.CAPACITY_FACTOR 1.25"
-RANDOM = "MODEL.MOE.RANDOM_CHOICE_SCHEDULE 'step 0:1 8:0 linear' MODEL.MOE.GATE_NOISE 1"
 FIRST_SAVE, SECOND_SAVE, LAST = 3, 6, 9
 
 
@@ -50,7 +49,3 @@ def test_another_number_of_ranks(run_processes, tmp_path):
 
 def test_automatic_capacity_is_agreed(run_processes, tmp_path):
     run_processes(train_and_save, 2, tmp_path, AUTO)
-
-
-def test_random_choices_resume(run_processes, tmp_path):
-    run_processes(train_and_save, 2, tmp_path, RANDOM)

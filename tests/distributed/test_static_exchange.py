@@ -19,7 +19,6 @@ ROUTINGS = [
     {"top_k": 2, "capacity_factor": 1.25, "batch_prioritized": True},
     {"top_k": 1, "capacity_factor": 4.0},  # most places stay empty
     {"top_k": 1, "capacity_factor": 0.05},  # room for no row at all
-    {"top_k": 2, "capacity_factor": 1.0, "round_to": 2},
 ]
 
 

@@ -92,7 +92,7 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["TRAIN.BASE_LR", "1e999"], ["TRAIN.BASE_LR", "inf"]),
         (["MODEL.MOE.CAPACITY_FACTOR", "1e999"], ["MODEL.MOE.CAPACITY_FACTOR", "inf", "finite"]),
         (["MODEL.MOE.EVAL_CAPACITY_FACTOR", "-1e999"], ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "inf"]),
-        (["MODEL.MOE.ROUND_TO", "-1"], ["MODEL.MOE.ROUND_TO", "-1", "at least 0"]),
+        (["MODEL.MOE.GATE_NOISE", "-1"], ["MODEL.MOE.GATE_NOISE", "-1", "at least 0"]),
         (["MODEL.MOE.INIT_STD", "0"], ["MODEL.MOE.INIT_STD", "0", "at least"]),
         (["MODEL.SWINV2.MLP_RATIO", "0"], ["MODEL.SWINV2.MLP_RATIO", "0"]),
         (["MODEL.SWINV2.NUM_HEADS", "[0, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "0"]),

@@ -96,6 +96,14 @@ def test_another_value_is_reported_or_refused(key, lines):
     assert lines() == [said]
 
 
+def test_a_retired_value_is_refused():
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["MODEL.MOE.NORM", "pre"])
+    assert str(caught.value).startswith("MODEL.MOE.NORM is 'pre', which is no value any more: ")
+    with pytest.raises(UserError, match="run: its configuration cannot be used"):
+        config_from_text("MODEL: {MOE: {NORM: pre}}", "run")
+
+
 def test_old_values_are_read_in_their_old_type(monkeypatch, tmp_path):
     monkeypatch.setitem(load.RETIRED, "TRAIN.OLD", load.Retired(0.5, "it is 0.5", True))
     with pytest.raises(UserError, match=r"^--opts TRAIN\.OLD is 'much' \(str\), it must be of"):

@@ -27,11 +27,6 @@ def test_steps():
     assert [schedule.value(epoch=50, step=step) for step in (0, 25, 200)] == [1, 1.25, 2]
 
 
-def test_a_share_that_falls_to_zero():
-    schedule = parse_schedule("epoch 0:1 2:0 linear", may_reach_zero=True)
-    assert [schedule.value(epoch, step=0) for epoch in (0, 0.5, 2, 3)] == [1, 0.75, 0, 0]
-
-
 def test_empty_is_none():
     assert parse_schedule("") is None
 
@@ -72,12 +67,6 @@ def test_a_schedule_that_cannot_be_used(text, message):
         (
             ["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:1", "MODEL.MOE.FREEZE", "true"],
             r"MODEL.MOE.FREEZE \(True\)",
-        ),
-        (["MODEL.MOE.RANDOM_CHOICE_SCHEDULE", "epoch 0:1 2:-0.5"], "-0.5 is not a share from 0 to"),
-        (["MODEL.MOE.RANDOM_CHOICE_SCHEDULE", "epoch 0:1.5 2:0 linear"], "1.5 is not a share"),
-        (
-            ["MODEL.MOE.RANDOM_CHOICE_SCHEDULE", "epoch 0:1", "MODEL.MOE.ROUTER", "soft"],
-            r"cannot be used with MODEL.MOE.ROUTER 'soft'",
         ),
         (
             ["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:1", "MODEL.MOE.ROUTER", "soft"],

@@ -20,7 +20,6 @@ KINDS = {
     "drops": {"capacity_factor": 0.5, "bias": False},
     "gated": {"gated": True, "activation": "silu", "num_shared_experts": 1},
     "sigmoid": {"gate_activation": "sigmoid", "z_loss_weight": 0.1, "aux_loss": "load_importance"},
-    "rounded": {"round_to": 2},
     "cosine": {"router": "cosine"},
     "expert_choice": {"router": "expert_choice"},
     "soft": {"router": "soft", "slots_per_expert": 2},

@@ -75,6 +75,3 @@ def test_a_factor_as_a_tensor():
     for factor in (0.3, 1.25, -0.7):
         tensor = torch.tensor(factor, dtype=torch.float64)
         assert torch.equal(layer(x, capacity_factor=tensor)[0], layer(x, capacity_factor=factor)[0])
-    rounded = make_layer(round_to=8)
-    with pytest.raises(ValueError, match=r"capacity_factor is a tensor, with round_to \(8\)"):
-        rounded(x, capacity_factor=tensor)

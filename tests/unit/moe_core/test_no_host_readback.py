@@ -14,7 +14,6 @@ CASES = [
     {"capacity_factor": 0.0},
     {"capacity_factor": 1.25, "top_k": 2},
     {"capacity_factor": -1.0, "top_k": 2, "batch_prioritized": True, "aux_loss": "load_importance"},
-    {"capacity_factor": 0.0, "top_k": 2, "round_to": 2},
     {"capacity_factor": 0.5, "router": "cosine", "batch_prioritized": True, "activation": "relu"},
 ]
 has_python_header = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
@@ -58,24 +57,6 @@ def test_compiled_without_a_break_equals_eager(config):
         assert torch.equal(counts, layer.last_routing.counts)
     with torch.compiler.set_stance("fail_on_recompile"):  # by now the number of tokens is a symbol
         gradients(compiled, layer, torch.randn(23, 6))
-
-
-def test_random_choices_need_no_value_on_the_host():
-    share = torch.full((), 0.5, device="meta")
-    layer = MoELayer(MoEConfig(6, 10, 4, capacity_factor=0.0), device="meta")
-    x = torch.empty(2, 5, 6, device="meta")
-    y, _, grad_x, *_ = gradients(layer, layer, x, random_share=share)
-    assert y.shape == grad_x.shape == (2, 5, 6)
-
-
-def test_another_share_of_random_choices_is_not_compiled_anew():
-    torch.compiler.reset()
-    layer = make_layer(dtype=torch.float32, capacity_factor=0.0)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
-    gradients(compiled, layer, x, random_share=torch.tensor(1.0))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        gradients(compiled, layer, x, random_share=torch.tensor(0.25))
 
 
 @pytest.mark.skipif(

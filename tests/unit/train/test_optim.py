@@ -46,25 +46,6 @@ def test_weight_decay_groups(make_trainer):
         assert found == (0.0 if any(part in name for part in EXEMPT) else 0.05), name
 
 
-@pytest.mark.parametrize("weight_decay", [0.05, 0.0])
-def test_weight_decay_of_experts(make_trainer, weight_decay):
-    keys = {"TRAIN.LAYER_DECAY": 0.5, "TRAIN.WEIGHT_DECAY": weight_decay}
-    keys |= {"MODEL.MOE.NUM_SHARED_EXPERTS": 1}
-    options = {}
-    for decay in (-1.0, 0.2):
-        step = make_trainer(keys | {"TRAIN.EXPERT_WEIGHT_DECAY": decay}).step
-        options[decay] = options_of(step, "lr_scale", "weight_decay")
-    assert options[-1.0].keys() == options[0.2].keys()
-    changed = 0
-    for name, (lr_scale, decay) in options[-1.0].items():
-        is_expert = name.endswith(("experts.w1", "experts.w2"))
-        changed += is_expert
-        if is_expert:
-            decay = 0.2
-        assert options[0.2][name] == (lr_scale, decay), name
-    assert changed == 4  # two matrices of two layers
-
-
 def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     keys = {"TRAIN.EPOCHS": 6, "TRAIN.WARMUP_EPOCHS": 2, "TRAIN.BASE_LR": 4e-3}
     keys |= {"TRAIN.WARMUP_LR": 4e-5, "TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5}

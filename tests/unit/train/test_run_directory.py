@@ -9,7 +9,6 @@ from run_cases import LAYERS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tool_cases import refusal
 
-from moe_core import moe_layers
 from swinv2_moe.config import flatten, load_config, model_config
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
@@ -126,18 +125,6 @@ def test_a_dense_run(tmp_path, make_config, read_metrics):
     assert all(line["aux_loss"] == 0 and "moe_layers" not in line for line in steps)
     assert summary["parameters"] < measure_model(model_config(make_config(tmp_path)), 10).parameters
     assert not (tmp_path / "run" / "checkpoints" / "latest" / "experts").exists()
-
-
-def test_rows_are_rounded_to_tiles_in_training_alone(make_trainer):
-    trainer, ends = make_trainer({"MODEL.MOE.ROUND_TO": 16}), []
-    for layer in moe_layers(trainer.step.model).values():
-        layer.experts.register_forward_pre_hook(lambda experts, args: ends.append(args[1]))
-    trainer.step.wrapped.train()
-    trainer.train_step([next(iter(trainer.data.val_loader))])
-    assert all(rows[-1] > 0 and not (rows % 16).any() for rows in ends)
-    ends.clear()
-    trainer.validate()
-    assert any((rows % 16).any() for rows in ends)
 
 
 def test_validation_leaves_the_model_in_training(make_trainer):

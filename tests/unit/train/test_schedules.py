@@ -1,5 +1,4 @@
-"""Top-k, capacity and random choices that change during training: what each step uses, and after a
-resume."""
+"""Top-k and capacity that change during training: what each step uses, and after a resume."""
 
 import pytest
 import torch
@@ -17,17 +16,15 @@ SCHEDULE = {
     "MODEL.MOE.TOP_K_SCHEDULE": "epoch 0:2 1:1",
     "MODEL.MOE.CAPACITY_SCHEDULE": "epoch 0:0.5 1:0",
 }
-RANDOM = {"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "epoch 0:1 1.6:0 linear"}
 AUTO = {"MODEL.MOE.CAPACITY_AUTO": True, "MODEL.MOE.CAPACITY_DROP_SHARE": 0.05}
 
 
 def routing_of_steps(run, read_metrics):
     keys = ("loss", "moe/top_k", "moe/capacity_factor", "moe/dropped_share", "moe_layers")
-    keys += ("moe/random_share",)
     return [{key: line.get(key) for key in keys} for line in read_metrics(run)[0]]
 
 
-@pytest.mark.parametrize("keys", [SCHEDULE | RANDOM, AUTO], ids=["schedules", "auto"])
+@pytest.mark.parametrize("keys", [SCHEDULE, AUTO], ids=["schedules", "auto"])
 def test_killed_in_the_second_epoch(keys, tmp_path, make_config, read_metrics, monkeypatch):
     keys = keys | {"CHECKPOINT.STEPS": 3}
     train(make_config(tmp_path / "whole", keys))
@@ -44,8 +41,6 @@ def test_killed_in_the_second_epoch(keys, tmp_path, make_config, read_metrics, m
     assert needed[0] == needed[1]
     if "MODEL.MOE.CAPACITY_SCHEDULE" not in keys:
         return
-    shares = [line["moe/random_share"] for line in whole]
-    assert shares == pytest.approx([max(1 - step / 8, 0) for step in range(10)])
     used = [(line["moe/top_k"], line["moe/capacity_factor"]) for line in whole]
     assert used == [(2, 0.5)] * 5 + [(1, 0)] * 5
     dropped = [line["moe/dropped_share"] for line in whole]
@@ -97,18 +92,6 @@ def test_linear_top_k_is_rounded(make_trainer):
         schedule.apply(0, step)
         used.append(schedule.layers[0].top_k)
     assert used == [3, 3, 2, 2, 1, 1]
-
-
-def test_random_choices_end_with_the_number_zero(make_trainer):
-    """Then a layer takes the path without random choices."""
-    schedule = make_trainer({"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "step 0:0.5 2:0 linear"}).routing
-    used = []
-    for step in range(4):
-        schedule.apply(0, step)
-        used.append(schedule.layers[1].random_share)
-    assert all(isinstance(share, torch.Tensor) for share in used[:2])
-    assert [float(share) for share in used] == [0.5, 0.25, 0, 0]
-    assert isinstance(used[2], float)
 
 
 def test_evaluation_and_averaged_weights_do_not_follow(make_trainer):
@@ -179,13 +162,3 @@ def test_another_capacity_is_not_compiled_anew(compiled):
             layer(tokens)
         shares.append(float(layer.moe.last_routing.dropped_share))
     assert shares[0] > shares[1]
-
-
-def test_another_share_of_random_choices_is_not_compiled_anew(compiled):
-    keys = {"MODEL.MOE.RANDOM_CHOICE_SCHEDULE": "step 0:1 4:0 linear"}
-    trainer, layer, tokens = compiled(keys | {"MODEL.MOE.CAPACITY_FACTOR": 0.0})
-    for step in range(6):  # from step 4 on there are none
-        trainer.routing.apply(0, step)
-        stance = "default" if step in (0, 4) else "fail_on_recompile"
-        with torch.compiler.set_stance(stance):
-            layer(tokens)
