@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_core import MoEConfig, MoELayer
 from moe_core.context import without_autocast
 from moe_core.ops import combine, dispatch, make_plan
-from moe_core.router import route
+from moe_core.routing import route
 from swinv2_moe.measure.rounds import capture
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 

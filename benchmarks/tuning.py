@@ -42,7 +42,7 @@ from moe_core import MoEConfig, MoELayer
 from moe_core.ops import combine, dispatch, make_plan
 from moe_core.ops.moe_ffn import triton as moe_ffn_triton
 from moe_core.ops.moe_ffn.triton import Tile
-from moe_core.router import route
+from moe_core.routing import route
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.models import triton_window_attention
 from swinv2_moe.models.window_attention import window_attention

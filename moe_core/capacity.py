@@ -8,8 +8,6 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from moe_core.ops import DispatchPlan
-
 
 @overload
 def expert_capacity(
@@ -17,7 +15,7 @@ def expert_capacity(
 ) -> int | None: ...
 @overload
 def expert_capacity(
-    num_tokens: Tensor, num_experts: int, top_k: int, capacity_factor: float
+    num_tokens: Tensor, num_experts: int, top_k: int, capacity_factor: float | Tensor
 ) -> Tensor | None: ...
 @overload
 def expert_capacity(
@@ -80,18 +78,6 @@ class RoutingStats(NamedTuple):
     dropped_share: Tensor  # scalar: share of these choices that the capacity dropped
     entropy: Tensor  # scalar: mean entropy of the router's probabilities, in nats
     needed_factor: Tensor  # scalar: smallest capacity factor with which no choice is dropped
-
-
-def counts_and_kept(plan: DispatchPlan, routing_kind: str) -> tuple[Tensor, Tensor | None]:
-    """The number of choices of each expert [E], and a mask of the kept choices [T, K].
-
-    The mask is None if no choice can be dropped. With expert choice it is [T, 1]: whether at least
-    one expert chose the token.
-    """
-    if routing_kind != "expert_choice":
-        return plan.counts, plan.kept
-    assert plan.kept is not None, "experts choose up to a capacity"
-    return plan.kept.sum(0), plan.kept.any(1, keepdim=True)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 def expert_dtype(x: Tensor) -> torch.dtype:
     """The dtype of autocast if it is enabled, otherwise that of x."""
     device = x.device.type
-    if _has_autocast(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
@@ -20,9 +20,10 @@ def expert_dtype(x: Tensor) -> torch.dtype:
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context without autocast on the device of x."""
     device = x.device.type
-    if _has_autocast(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
+    if device == "meta":
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 @torch.no_grad()
@@ -32,11 +33,6 @@ def draw(tensor: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
     values = torch.empty_like(tensor, dtype=torch.float32)
     fill(values)
     tensor.copy_(values)
-
-
-def _has_autocast(device: str) -> bool:
-    # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
-    return device != "meta"
 
 
 def in_transform(tensor: Tensor) -> bool:

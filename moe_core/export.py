@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from moe_core.activations import hidden_layer
 from moe_core.capacity import expert_capacity
-from moe_core.expert_choice import factor_by_image
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.layer_inputs import as_images
 from moe_core.ops.ffn.reference import feed_forward, padded_linear
 from moe_core.ops.soft.reference import soft_combine, soft_dispatch
-from moe_core.router import route, route_by_experts, split_gates
+from moe_core.routing import as_images, factor_by_image, route, route_by_experts, split_gates
 
 
 class StandardMoE(nn.Module):

@@ -3,50 +3,37 @@
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
+from moe_core.call import (
+    CallOptions,
+    check_devices,
+    check_exchange,
+    check_numbers,
+    check_output_norm,
+    check_tensors,
+    positions_of,
+    strategy_in_evaluation,
+)
 from moe_core.capacity import (
     RoutingStats,
-    counts_and_kept,
     expert_capacity,
     needed_capacity_factor,
     routing_stats,
 )
 from moe_core.config import MoEConfig
-from moe_core.context import expert_dtype, in_backward, in_transform, without_autocast
-from moe_core.expert_choice import factor_by_image
+from moe_core.context import in_backward, in_transform
 from moe_core.experts import Experts, SharedExperts
-from moe_core.layer_inputs import (
-    as_images,
-    check_capacity_factor,
-    check_devices,
-    check_exchange,
-    check_output_norm,
-    check_slots,
-    check_tensors,
-    expert_input,
-    is_dropless,
-    positions_of,
-)
-from moe_core.ops import DispatchPlan, make_plan, soft_combine, soft_dispatch
+from moe_core.ops import DispatchPlan, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
-from moe_core.parallel.exchange import Agreement, Exchange, make_exchange, try_experts
+from moe_core.parallel.exchange import Choices, Exchange, make_exchange, try_experts
 from moe_core.parallel.search import Trial
-from moe_core.router import (
-    Routing,
-    logits_of,
-    make_router,
-    route,
-    route_by_experts,
-    router_logits,
-    split_gates,
-)
-from moe_core.soft import expert_logits, route_slots
+from moe_core.router import make_router
+from moe_core.routing import ROUTINGS, Routed, Routing, expert_logits
 from moe_core.torch_tools import HasExperts, before_pass, ignore_experts, register_experts
 
 
@@ -87,6 +74,7 @@ class MoELayer(HasExperts):
         super().__init__()
         self.config = config
         self.group = ExpertGroup.of(group)
+        self.routing = ROUTINGS[config.routing](config, self.group)
         self.shard = config.shard(self.group.rank, self.group.size)
         is_foreign = experts is not None and not isinstance(experts, Experts)
         if isinstance(experts, Experts):
@@ -112,8 +100,7 @@ class MoELayer(HasExperts):
         if config.balance == "bias":
             self.balance = BalanceBias(config.num_experts, config.balance_rate, device)
         self._exchanges: dict[ParallelStrategy, Exchange] = {}
-        if strategy != "auto":
-            self._exchange_of(strategy)
+        self._exchange_of(strategy)
         self.group.copy_to_replicas(self.experts)
         register_experts(self)
         ignore_experts(self)
@@ -205,6 +192,8 @@ class MoELayer(HasExperts):
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         check_tensors(x, mask)
+        check_output_norm(output_norm, self.config)
+        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
         # A layer over several ranks is excluded from torch.compile. In torch 2.11 the gradient of
         # an autograd.Function whose forward writes into its output, as collectives do, is 0
         # (https://github.com/pytorch/pytorch/issues/180642). Also, every new number of rows would
@@ -212,129 +201,126 @@ class MoELayer(HasExperts):
         forward = self._forward
         if self.group.size > 1:
             forward = self._forward_uncompiled
-        check_output_norm(output_norm, self.config)
-        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
         if mask is None:
             return forward(x, *options)
         if self.config.routing == "soft" or self.config.choose_per_image:
             raise ValueError(f"router {self.config.router!r} on images needs all tokens: no mask")
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
         positions = positions_of(mask.flatten(), num_tokens)
-        kept_tokens = tokens.index_select(0, positions)
-        y, aux_loss = forward(kept_tokens, *options)
+        y, aux_loss = forward(tokens.index_select(0, positions), *options)
         return torch.zeros_like(tokens).index_copy(0, positions, y).view_as(x), aux_loss
 
     @torch.compiler.disable
     def _forward_uncompiled(self, *args) -> tuple[Tensor, Tensor]:
         return self._forward(*args)
 
-    def _forward(
+    def _forward(self, x: Tensor, *options) -> tuple[Tensor, Tensor]:
+        """`forward` without a mask: route, plan, exchange with the experts and combine."""
+        call = self._resolve(x, *options)
+        if self.group.num_ranks > 1:
+            before_pass(self)
+        routed = self.routing.route(x, call, self.balance)
+        routing, top_k = routed.routing, routed.top_k
+        exchange, trial = call.exchange, None
+        if exchange is None:
+            exchange, trial = self._choose(routed)
+
+        inputs = routed.inputs  # [N, M]
+        if trial is not None:
+            inputs = trial.begin(inputs)
+        agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor)
+        plan = make_plan(
+            routing.expert_ids,
+            self.config.num_experts,
+            agreement.capacity,
+            routing.priority,
+            self.config.kernels,
+            num_rows=routing.expert_ids.numel(),
+        )
+        self._keep_statistics(routing, plan, top_k)
+        y = exchange(self.experts, inputs, Choices(routing.gates, plan, agreement))  # [N, M]
+        if trial is not None:
+            y = trial.end(y)
+
+        if routed.combine is not None:
+            y = routed.combine(y)  # [T, M]
+        y = y.to(x.dtype)
+        if self.shared is not None:
+            shared = self.shared(x.reshape(-1, self.config.model_dim))
+            if call.output_norm is not None:
+                shared = call.output_norm(shared)
+            y = y + shared.to(x.dtype)
+        return y.view_as(x), routing.aux_loss
+
+    def _resolve(
         self,
         x: Tensor,
-        top_k,
-        capacity_factor,
-        strategy,
+        top_k: int | None,
+        capacity_factor: float | Tensor | None,
+        strategy: ParallelStrategy | str | None,
         router: int,
-        batch_prioritized,
+        batch_prioritized: bool | None,
         output_norm: nn.Module | None,
-    ) -> tuple[Tensor, Tensor]:
-        """`forward` without a mask: route, plan, exchange with the experts and combine."""
+    ) -> CallOptions:
+        """Check the options of a call, and replace those that are None."""
         config = self.config
-        if top_k is None:
-            top_k = config.top_k
         if strategy is None:
             strategy = self.strategy
         if capacity_factor is None:
             capacity_factor = config.capacity_factor_in(self.training)
             if not self.training:
-                strategy = _of_evaluation(strategy, capacity_factor)
+                strategy = strategy_in_evaluation(strategy, capacity_factor)
+        if top_k is None:
+            top_k = config.top_k
+        top_k = min(top_k, config.num_experts)
         if batch_prioritized is None:
             batch_prioritized = config.batch_prioritized
-        top_k = min(top_k, config.num_experts)
-        self._check(x, top_k, capacity_factor, strategy, router)
-        if self.group.num_ranks > 1:
-            before_pass(self)
-
-        tokens = x.reshape(-1, config.model_dim)  # [T, M]
-        if config.routing == "soft":
-            y, aux_loss = self._mix(x, strategy, router)
-        else:
-            num_images = as_images(x).shape[0]
-            has_equal_images = self.group.size == 1 or self.group.has_equal_tokens
-            if config.choose_per_image and not self.training and has_equal_images:
-                capacity_factor = factor_by_image(
-                    capacity_factor, num_images, tokens.shape[0], config.num_experts
-                )
-            normalize_gates = output_norm is None
-            routing, inputs = self._route(
-                tokens, top_k, self._router(router), num_images, normalize_gates
+        check_numbers(x, top_k, capacity_factor, config, self.group.size)
+        routers = [self.router]
+        if isinstance(self.router, nn.ModuleList):
+            routers = list(self.router)
+        if not 0 <= router < len(routers):
+            raise ValueError(
+                f"router ({router}) must be below the layer's number of routers ({len(routers)})"
             )
-            gate_scale: Tensor | None = None  # [T, 1]
-            if output_norm is not None:
-                routing, gate_scale = split_gates(routing, config)
-            inputs = expert_input(inputs, self.group.size)
-            y = self._through_experts(
-                inputs, routing, top_k, capacity_factor, strategy, batch_prioritized
+        exchange = self._exchange_of(strategy, capacity_factor)
+        if self.group.size > 1:
+            self._check_ranks(x)
+        return CallOptions(
+            top_k,
+            capacity_factor,
+            exchange,
+            routers[router],
+            batch_prioritized,
+            output_norm,
+            self.training,
+        )
+
+    def _check_ranks(self, x: Tensor) -> None:
+        """Raise ValueError for an input or experts that cannot be used over several ranks."""
+        if in_transform(x):
+            raise ValueError(
+                "a MoELayer over several ranks supports no torch.func transform and no forward-mode"
+                " derivative: use a layer with group=None"
             )
-            if output_norm is not None:
-                y = output_norm(y.to(x.dtype)) * gate_scale
-            aux_loss = routing.aux_loss
-        y = y.to(x.dtype)
-        if self.shared is not None:
-            shared = self.shared(tokens)
-            if output_norm is not None:
-                shared = output_norm(shared)
-            y = y + shared.to(x.dtype)
-        return y.view_as(x), aux_loss
+        check_devices(self, x)
+        if self._untried_experts:
+            try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
+            self._untried_experts = False
 
-    def _through_experts(
-        self,
-        tokens: Tensor,
-        routing: Routing,
-        top_k: int,
-        capacity_factor: float,
-        strategy: ParallelStrategy | str,
-        batch_prioritized: bool = False,
-    ) -> Tensor:
-        """tokens [T, M] -> the sums of their experts' results, weighted by the gates [T, M]."""
-        strategy, trial = self._choose(strategy, tokens, top_k, capacity_factor)
-        if trial is not None:
-            tokens = trial.begin(tokens)
-        exchange = self._exchange_of(strategy)
-        plan, agreement = self._plan(exchange, routing, top_k, capacity_factor, batch_prioritized)
-        self._keep_statistics(routing, plan, top_k)
-        y = exchange(self.experts, tokens, routing.gates, plan, agreement)
-        if trial is not None:
-            y = trial.end(y)
-        return y
-
-    def _mix(
-        self, x: Tensor, strategy: ParallelStrategy | str, router: int
-    ) -> tuple[Tensor, Tensor]:
-        """Soft MoE: the experts process slots, which are weighted means of an image's tokens.
-
-        Slots are processed as tokens whose experts are already chosen.
-        """
-        config = self.config
-        tokens = as_images(x)  # [B, N, M]
-        module = self._router(router)
-        logits = router_logits(module, tokens.flatten(0, 1))  # [T, S]
-        check_slots(logits, config)
-        logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
-        inputs = tokens.to(expert_dtype(tokens))
-        slots = expert_input(soft_dispatch(inputs, logits), self.group.size)  # [B, S, M]
-        routing = route_slots(slots, logits, config)
-        # At a factor of 1 the capacity of an expert is its number of slots, so none is dropped.
-        rows = self._through_experts(slots.flatten(0, 1), routing, 1, 1.0, strategy)
-        y = soft_combine(rows.view_as(slots), logits)
-        return y.flatten(0, 1), routing.aux_loss
-
-    def _exchange_of(self, strategy: ParallelStrategy | str) -> Exchange:
-        """The exchange of a strategy. It is created and checked at the first call.
+    def _exchange_of(
+        self, strategy: ParallelStrategy | str, capacity_factor: float | Tensor = 1.0
+    ) -> Exchange | None:
+        """The exchange of a strategy. It is created and checked at the first call. None: the tuner
+        chooses.
 
         Raises:
-            ValueError: the strategy does not fit the group or the experts.
+            ValueError: the strategy does not fit the group, the experts or the capacity.
         """
+        if strategy == "auto":
+            if self.group.size > 1:
+                return None
+            strategy = ParallelStrategy()
         if not isinstance(strategy, ParallelStrategy):
             raise ValueError(f"strategy ({strategy!r}) must be a ParallelStrategy or 'auto'")
         if strategy not in self._exchanges:
@@ -342,97 +328,31 @@ class MoELayer(HasExperts):
             if strategy.r != 1 and not isinstance(self.experts, Experts):
                 raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
             self._exchanges[strategy] = exchange
+        check_exchange(strategy.exchange, capacity_factor, self.config)
         return self._exchanges[strategy]
 
-    def _choose(
-        self,
-        strategy: ParallelStrategy | str,
-        tokens: Tensor,
-        top_k: int,
-        capacity_factor: float,
-    ) -> tuple[ParallelStrategy, Trial | None]:
-        """The strategy of this call, and the tuner's trial if the call is one. For "auto" the tuner
-        of the group chooses. It tries strategies in training with gradients, and in evaluation
-        without gradients."""
-        if isinstance(strategy, ParallelStrategy):
-            return strategy, None
-        if self.group.size == 1:
-            return ParallelStrategy(), None
+    def _choose(self, routed: Routed) -> tuple[Exchange, Trial | None]:
+        """The exchange that the tuner of the group chooses, and its trial if the call is one.
+
+        It tries strategies in training with gradients, and in evaluation without gradients.
+        """
+        tokens, top_k, factor = routed.inputs, routed.top_k, routed.capacity_factor
+        assert not isinstance(factor, Tensor), "over several ranks it is a number"
+        most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
         # Without a capacity limit (0) the key contains the mean load of an expert.
-        capacity = self._agreed_capacity(tokens, top_k, capacity_factor or 1.0)
-        assert capacity is not None
+        capacity = expert_capacity(most_tokens, self.config.num_experts, top_k, factor or 1.0)
+        assert isinstance(capacity, int)
         tuner = Tuner.of(self.group)
         built_in = isinstance(self.experts, Experts)
         training = torch.is_grad_enabled()
-        has_capacity = capacity_factor != 0
         key = tuner.key(
-            self.config, top_k, tokens.element_size(), built_in, capacity, training, has_capacity
+            self.config, top_k, tokens.element_size(), built_in, capacity, training, factor != 0
         )
         strategy, trial = tuner.choose(self, key, explore=self.training == training)
         self.chosen_strategy = strategy
-        return strategy, trial
-
-    def _router(self, number: int) -> nn.Module:
-        if isinstance(self.router, nn.ModuleList):
-            return self.router[number]
-        return self.router
-
-    def _route(
-        self,
-        tokens: Tensor,
-        top_k: int,
-        router: nn.Module,
-        num_images: int,
-        normalize_gates: bool,
-    ) -> tuple[Routing, Tensor]:
-        """The routing of tokens [T, M], and the tokens. Some kernels cast them for the experts."""
-        config = self.config
-        reduce = None
-        if config.global_balance:
-            reduce = self.group.sum
-        options = (reduce, normalize_gates)
-        if config.routing == "expert_choice":
-            scores = router_logits(router, tokens)
-            with without_autocast(tokens):
-                return route_by_experts(scores, config, num_images, self.training), tokens
-        logits = logits_of(router, tokens, config)
-        with without_autocast(tokens):
-            routing = route(logits, config, top_k, self.training, *options, balance=self.balance)
-        if routing.inputs is not None:
-            tokens = routing.inputs
-        return routing, tokens
-
-    def _plan(
-        self,
-        exchange: Exchange,
-        routing: Routing,
-        top_k: int,
-        capacity_factor: float,
-        batch_prioritized: bool,
-    ) -> tuple[DispatchPlan, Agreement]:
-        """The plan of the routing, and the agreement of the ranks."""
-        config = self.config
-        agreement = exchange.agree(routing.expert_ids, top_k, capacity_factor)
-        priority = routing.priority
-        if batch_prioritized and priority is None:
-            priority = routing.probs.detach().amax(1)
-        plan = make_plan(
-            routing.expert_ids,
-            config.num_experts,
-            agreement.capacity,
-            priority,
-            config.kernels,
-            num_rows=routing.expert_ids.numel(),
-        )
-        return plan, agreement
-
-    def _agreed_capacity(self, tokens: Tensor, top_k: int, capacity_factor: float) -> int | None:
-        """The capacity as a number on the host, for this rank's tokens [T, ...]; None: no limit."""
-        if capacity_factor == 0:
-            return None
-        # shape, not len: torch.export would make the result of len a constant
-        most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
-        return expert_capacity(most_tokens, self.config.num_experts, top_k, capacity_factor)
+        exchange = self._exchange_of(strategy)
+        assert exchange is not None
+        return exchange, trial
 
     def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
         """Keep the inputs of `last_routing`.
@@ -443,52 +363,8 @@ class MoELayer(HasExperts):
         if in_transform(routing.probs):  # its tensors end with the transform
             self._last = None
             return
-        counts, kept = counts_and_kept(plan, self.config.routing)
+        counts, kept = self.routing.counts_and_kept(plan)
         self._last = (routing.probs.detach(), counts, kept, top_k)
-
-    # Arguments are checked in the same way on every rank, before the first collective.
-
-    def _check(
-        self, x: Tensor, top_k: int, capacity_factor, strategy: ParallelStrategy, router: int
-    ) -> None:
-        if x.shape[-1] != self.config.model_dim:
-            raise ValueError(
-                f"x has {x.shape[-1]} channels, the layer's model_dim is {self.config.model_dim}"
-            )
-        if top_k < 1:
-            raise ValueError(f"top_k ({top_k}) must be at least 1")
-        check_capacity_factor(capacity_factor, self.config, self.group.size)
-        num_routers = 1
-        if isinstance(self.router, nn.ModuleList):
-            num_routers = len(self.router)
-        if not 0 <= router < num_routers:
-            raise ValueError(
-                f"router ({router}) must be below the layer's number of routers ({num_routers})"
-            )
-        if strategy != "auto":
-            self._exchange_of(strategy)
-            check_exchange(strategy.exchange, capacity_factor, self.config)
-        if self.group.size > 1:
-            if in_transform(x):
-                raise ValueError(
-                    "a MoELayer over several ranks supports no torch.func transform and no"
-                    " forward-mode derivative: use a layer with group=None"
-                )
-            check_devices(self, x)
-            if self._untried_experts:
-                try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
-                self._untried_experts = False
-
-
-def _of_evaluation(
-    strategy: ParallelStrategy | str, capacity_factor: float
-) -> ParallelStrategy | str:
-    """The strategy in evaluation. Without a capacity a static exchange counts its rows."""
-    if not isinstance(strategy, ParallelStrategy) or strategy.exchange != "static":
-        return strategy
-    if not is_dropless(capacity_factor):
-        return strategy
-    return replace(strategy, exchange="counted", all_to_all="linear")
 
 
 def _reset(module: nn.Module) -> None:

@@ -89,8 +89,7 @@ _LOSSES = ("gshard", "load_importance", "load_importance_tutel", "none")
 
 ROUTERS = Registry(
     "router",
-    dict.fromkeys(("linear", "cosine", "expert_choice"), "moe_core.router")
-    | {"soft": "moe_core.soft"},
+    dict.fromkeys(("linear", "cosine", "expert_choice", "soft"), "moe_core.router"),
 )
 LOSSES = Registry("aux_loss", dict.fromkeys(_LOSSES, "moe_core.losses"))
 ACTIVATIONS = Registry(

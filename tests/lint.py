@@ -77,11 +77,9 @@ BASICS = [
     "moe_core.registry",
     "moe_core.activations",
     "moe_core.balance",
-    "moe_core.expert_choice",
-    "moe_core.layer_inputs",
     "moe_core.ranks",
 ]
-PARTS = ["moe_core.router", "moe_core.soft", "moe_core.experts", "moe_core.parallel"]
+PARTS = ["moe_core.router", "moe_core.experts", "moe_core.parallel"]
 # Process groups and all-to-all algorithms. They know neither layers nor the cost model.
 RANKS = [
     "moe_core.parallel.machine",
@@ -129,7 +127,11 @@ TRAINING = MODELS_AND_DATA + PICTURES + ["swinv2_moe.train"]
 
 ALLOWED = {
     "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
-    "moe_core.layer": BASICS + PARTS + ["moe_core.torch_tools"],
+    "moe_core.layer": BASICS
+    + PARTS
+    + ["moe_core.call", "moe_core.routing", "moe_core.torch_tools"],
+    "moe_core.routing": BASICS + PARTS + ["moe_core.call"],
+    "moe_core.call": BASICS + PARTS,
     "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.output": [],
@@ -195,11 +197,8 @@ for name in BASICS:
 ALLOWED["moe_core.losses"] = ["moe_core.registry", "moe_core.ops"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
 ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
-ALLOWED["moe_core.layer_inputs"] = ["moe_core.config", "moe_core.context"]
-ALLOWED["moe_core.capacity"] = ["moe_core.ops"]
 ALLOWED["moe_core.balance"] = ["moe_core.context"]
 ALLOWED["moe_core.prepared"] = ["moe_core.context"]
-ALLOWED["moe_core.soft"] = BASICS + ["moe_core.router"]
 ALLOWED["moe_core.ops"] = [
     "moe_core.choices",
     "moe_core.files",

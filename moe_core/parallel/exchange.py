@@ -63,6 +63,14 @@ class Messages(NamedTuple):
     on_host: Callable[[], list[Tensor]]  # waits, and returns the tables that are not None
 
 
+class Choices(NamedTuple):
+    """The tokens' choices of experts, and what the ranks have agreed on for them."""
+
+    gates: Tensor  # [T, K]
+    plan: DispatchPlan
+    agreement: Agreement
+
+
 class Exchange(ABC):
     """Brings tokens to the experts and the results back.
 
@@ -70,7 +78,7 @@ class Exchange(ABC):
     """
 
     @abstractmethod
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
         """Compute the capacity from the largest number of tokens of a rank.
 
         Args:
@@ -78,15 +86,10 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def __call__(
-        self,
-        experts: nn.Module,
-        tokens: Tensor,
-        gates: Tensor,
-        plan: DispatchPlan,
-        agreement: Agreement,
-    ) -> Tensor:
-        """tokens [T, M], gates [T, K] -> the experts' results, weighted and summed [T, M]."""
+    def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
+        """tokens [T, M] -> the experts' results, weighted and summed [T, M].
+
+        Dispatch and combine are part of the call, since a kernel may fuse them with the experts."""
 
     def __deepcopy__(self, memo: dict) -> "Exchange":
         return self
@@ -116,19 +119,13 @@ class Local(Exchange):
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
         num_tokens = expert_ids.shape[0]  # with len it would be a constant in torch.export
         num_experts = self.config.num_experts
         return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
 
-    def __call__(
-        self,
-        experts: nn.Module,
-        tokens: Tensor,
-        gates: Tensor,
-        plan: DispatchPlan,
-        agreement: Agreement,
-    ) -> Tensor:
+    def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
+        gates, plan, _ = choices
         if isinstance(experts, Experts):
             weights = self._weights(experts, tokens.dtype)
             return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
@@ -151,7 +148,7 @@ class GatheredWeights(Local):
         self.group = row_exchange.group
         self.owners = row_exchange.gathering_ranks()
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
         if capacity_factor == 0:
             return Agreement(None)
         num_tokens = len(expert_ids)
@@ -196,20 +193,14 @@ class Exchanged(Exchange):
         self.strategy = strategy
         self.layout = ChunkLayout.of(config.num_experts, self.group.size, strategy)
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
         counts = count_choices(expert_ids, self.config.num_experts)
         messages = self._exchange_messages(counts, len(expert_ids), top_k, capacity_factor)
         return Agreement(messages.capacity, messages)
 
-    def __call__(
-        self,
-        experts: nn.Module,
-        tokens: Tensor,
-        gates: Tensor,
-        plan: DispatchPlan,
-        agreement: Agreement,
-    ) -> Tensor:
+    def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
         kernels = self.config.kernels
+        gates, plan, agreement = choices
         assert agreement.messages is not None
         chunks = self._chunks(agreement.messages)
         num_sent = sum(int(chunk.rows.send.sum()) for chunk in chunks)  # r N
@@ -220,7 +211,7 @@ class Exchanged(Exchange):
         return combine(rows, gates, plan, kernels)
 
     def _exchange_messages(
-        self, counts: Tensor, num_tokens: int, top_k: int, capacity_factor: float
+        self, counts: Tensor, num_tokens: int, top_k: int, capacity_factor: float | Tensor
     ) -> Messages:
         """Tell every rank the number of choices of its experts, from `counts` [E]. The capacity
         limits the rows later."""
@@ -308,20 +299,14 @@ class StaticExchange(Exchanged):
     2206.03382, section 3.3.
     """
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float) -> Agreement:
+    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
         most_tokens = self.group.most_tokens(len(expert_ids), expert_ids.device)
         num_experts = self.config.num_experts
         return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
 
-    def __call__(
-        self,
-        experts: nn.Module,
-        tokens: Tensor,
-        gates: Tensor,
-        plan: DispatchPlan,
-        agreement: Agreement,
-    ) -> Tensor:
+    def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
         kernels = self.config.kernels
+        gates, plan, agreement = choices
         capacity = agreement.capacity
         assert isinstance(capacity, int), "a static exchange has a capacity on the host"
         places = self.layout.places(plan, capacity)

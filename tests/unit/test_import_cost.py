@@ -228,7 +228,7 @@ def test_every_announced_entry_is_registered_by_its_module(registry):
 def test_an_entry_is_imported_when_it_is_looked_up(run):
     code = "from moe_core import {0} as r; assert 'torch' not in sys.modules; print(r[{1!r}])"
     done = run(code.format("ROUTERS", "soft"))
-    assert (done.stdout, done.imported) == ("<class 'moe_core.soft.SoftRouter'>\n", ["torch"])
+    assert (done.stdout, done.imported) == ("<class 'moe_core.router.SoftRouter'>\n", ["torch"])
     done = run("import moe_core; moe_core.register_activation('gelu')")
     assert "activation 'gelu' is registered already: moe_core.activations.gelu" in done.stderr
 

@@ -14,7 +14,7 @@ from moe_core.export import StandardMoE
 from moe_core.ops import ExpertWeights, expert_ffn
 from moe_core.ops.native import library
 from moe_core.parallel.cost_model import LayerShape
-from moe_core.router import route_by_experts
+from moe_core.routing import route_by_experts
 from moe_core.tutel import to_tutel
 
 M, H, E = 16, 32, 4

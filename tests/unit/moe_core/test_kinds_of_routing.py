@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_core import MoEConfig, MoELayer
 from moe_core.balance import BalanceBias, update_balance
 from moe_core.export import StandardMoE
-from moe_core.router import route
+from moe_core.routing import route
 
 B, N, E, M, H = 3, 8, 4, 8, 16  # images, tokens of an image, experts, model dim, hidden dim
 KINDS = {

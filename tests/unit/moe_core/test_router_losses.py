@@ -18,7 +18,7 @@ from moe_core.losses import (
     gshard_sums,
     squared_variation,
 )
-from moe_core.router import route
+from moe_core.routing import route
 
 # Three tokens, two experts: probabilities .75 / .25, .75 / .25 and .5 / .5, all of them choose
 # expert 0.

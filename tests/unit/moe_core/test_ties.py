@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_core import MoEConfig, MoELayer, ops
 from moe_core.ops.route.reference import route_and_sums
-from moe_core.router import route
+from moe_core.routing import route
 
 VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf, math.nan])
 

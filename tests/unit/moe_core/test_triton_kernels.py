@@ -35,8 +35,9 @@ from moe_core.ops import (
 )
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import SETS
-from moe_core.router import LinearRouter, logits_of, router_logits
-from moe_core.router import route as choose_experts
+from moe_core.router import LinearRouter
+from moe_core.routing import logits_of, router_logits
+from moe_core.routing import route as choose_experts
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core

@@ -1,0 +1,458 @@
+"""Routing: which experts process which tokens, with which gate values, and the auxiliary loss.
+
+There are three kinds, by the router's `routing`: TokenChoice, ExpertChoice and SoftRouting. Each is
+a class with the method `route`, from the layer's input to what the experts see.
+"""
+
+# B images, N tokens of an image, T = B N tokens, E experts, K top-k, S slots of an image, M model
+# dim
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_core import ops
+from moe_core.balance import BalanceBias
+from moe_core.call import CallOptions
+from moe_core.config import MoEConfig
+from moe_core.context import expert_dtype, without_autocast
+from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
+from moe_core.ops import (
+    DispatchPlan,
+    LinearLogits,
+    RouteSettings,
+    loss_of_sums,
+    soft_combine,
+    soft_dispatch,
+)
+from moe_core.ops.route.reference import add_noise, largest
+from moe_core.parallel import ExpertGroup
+from moe_core.router import LinearRouter
+
+_LEAST_SUM = 1e-30  # of a token's gate values
+
+
+class Routing(NamedTuple):
+    """The experts and gate values of every token; `expert_ids[:, 0]` is the first choice."""
+
+    expert_ids: Tensor  # [T, K] int64
+    gates: Tensor  # [T, K] gate values, differentiable
+    aux_loss: Tensor  # scalar
+    probs: Tensor  # [T, E] softmax of the (noisy) logits
+    # [T, K], only with expert choice: an expert takes choices of higher priority first
+    priority: Tensor | None = None
+    # [T, M] the tokens in the dtype of the experts; None: not cast yet
+    inputs: Tensor | None = None
+
+
+class Routed(NamedTuple):
+    """What the experts see, and how their results become the layer's output."""
+
+    inputs: Tensor  # [N, M] tokens or slots, in the dtype of the experts
+    routing: Routing
+    top_k: int
+    capacity_factor: float | Tensor
+    # from the sums of the experts' results [N, M] to [T, M]; None: they are the output
+    combine: Callable[[Tensor], Tensor] | None = None
+
+
+class TokenChoice:
+    """Each token chooses its `top_k` experts.
+
+    Source: arXiv 2206.03382 (Tutel), section 4.1.
+    """
+
+    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
+        self.config = config
+        self.group = group
+
+    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
+        """Route x [..., M]; `balance` is the layer's."""
+        config, norm = self.config, call.output_norm
+        tokens = x.reshape(-1, config.model_dim)  # [T, M]
+        reduce = None
+        if config.global_balance:
+            reduce = self.group.sum
+        logits = logits_of(call.router, tokens, config)
+        with without_autocast(tokens):
+            routing = route(
+                logits, config, call.top_k, call.training, reduce, norm is None, balance
+            )
+        if call.batch_prioritized:
+            routing = routing._replace(priority=routing.probs.detach().amax(1))
+        inputs = tokens
+        if routing.inputs is not None:
+            inputs = routing.inputs
+        inputs = expert_input(inputs, self.group.size)
+        if norm is None:
+            return Routed(inputs, routing, call.top_k, call.capacity_factor)
+        routing, scale = split_gates(routing, config)
+
+        def normalize(y: Tensor) -> Tensor:
+            return norm(y.to(x.dtype)) * scale
+
+        return Routed(inputs, routing, call.top_k, call.capacity_factor, normalize)
+
+    def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
+        """For statistics, the number of choices of each expert [E], and a mask of the kept choices
+        [T, K]; None: no choice can be dropped."""
+        return plan.counts, plan.kept
+
+
+class ExpertChoice(TokenChoice):
+    """Each expert chooses as many tokens as its capacity.
+
+    All experts then have the same load without an auxiliary loss. A token has between 0 and E
+    experts. The choice depends on all tokens of an image, which are available at the same time.
+
+    Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section 3.2.
+    """
+
+    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
+        config = self.config
+        num_images = as_images(x).shape[0]
+        tokens = x.reshape(-1, config.model_dim)  # [T, M]
+        factor = call.capacity_factor
+        has_equal_images = self.group.size == 1 or self.group.has_equal_tokens
+        if config.choose_per_image and not call.training and has_equal_images:
+            factor = factor_by_image(factor, num_images, tokens.shape[0], config.num_experts)
+        logits = router_logits(call.router, tokens)
+        with without_autocast(tokens):
+            routing = route_by_experts(logits, config, num_images, call.training)
+        return Routed(expert_input(tokens, self.group.size), routing, call.top_k, factor)
+
+    def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
+        """As TokenChoice's. The mask [T, 1] is whether at least one expert chose the token."""
+        assert plan.kept is not None, "experts choose up to a capacity"
+        return plan.kept.sum(0), plan.kept.any(1, keepdim=True)
+
+
+class SoftRouting(TokenChoice):
+    """Experts see slots, which are weighted means of an image's tokens (Soft MoE).
+
+    1. The router gives a logit to each pair of a token and a slot of the same image.
+    2. Each slot is a mean of the tokens, weighted by the softmax of its logits over the tokens.
+    3. Each expert processes its slots, `slots_per_expert` in each image. No token is dropped, and
+       all experts have the same load.
+    4. The output of a token is a mean of all slots' results, weighted by the softmax of its logits
+       over the slots.
+
+    Slots are routed as tokens whose experts are already chosen. At a capacity factor of 1 the
+    capacity of an expert is its number of slots, so none is dropped.
+
+    Source: Soft MoE, arXiv 2308.00951, section 2.
+    """
+
+    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
+        tokens = as_images(x)  # [B, N, M]
+        logits = router_logits(call.router, tokens.flatten(0, 1))  # [T, S]
+        check_slots(logits, self.config)
+        logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
+        slots = soft_dispatch(tokens.to(expert_dtype(tokens)), logits)  # [B, S, M]
+        slots = expert_input(slots, self.group.size)
+        routing = route_slots(slots, logits, self.config)
+
+        def mix(y: Tensor) -> Tensor:
+            return soft_combine(y.view_as(slots), logits).flatten(0, 1)
+
+        return Routed(slots.flatten(0, 1), routing, 1, 1.0, mix)
+
+
+ROUTINGS = {"token_choice": TokenChoice, "expert_choice": ExpertChoice, "soft": SoftRouting}
+
+
+def as_images(x: Tensor) -> Tensor:
+    """x [B, ..., M] -> tokens by image [B, N, M]. x [T, M] and x [M] are one image."""
+    if x.dim() < 3:
+        return x.reshape(1, -1, x.shape[-1])
+    return x.flatten(1, -2)
+
+
+def expert_input(tokens: Tensor, group_size: int) -> Tensor:
+    """The tokens in the dtype of the experts.
+
+    Over several ranks the result requires a gradient even if the tokens do not, because either all
+    ranks or none must run the backward pass.
+    """
+    tokens = tokens.to(expert_dtype(tokens))
+    if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+        return tokens.detach().requires_grad_()
+    return tokens
+
+
+# --- logits
+
+
+def router_logits(router: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of a router in at least fp32, because rounding to bf16 changes close choices."""
+    with without_autocast(tokens):
+        tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+        return router(tokens)
+
+
+def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | LinearLogits:
+    """The logits [T, E] of a router for tokens [T, M].
+
+    They are not computed yet if a kernel may compute them in the same pass as `route`: those of a
+    LinearRouter, if nothing else reads them.
+    """
+    is_plain = config.balance == "loss" and config.gate_activation == "softmax"
+    if type(router) is not LinearRouter or not is_plain or config.z_loss_weight > 0:
+        return router_logits(router, tokens)
+    if router._forward_hooks or router._forward_pre_hooks:
+        return router_logits(router, tokens)
+    return LinearLogits(tokens, router.weight, expert_dtype(tokens))
+
+
+def _check_logits(logits: Tensor | LinearLogits, config: MoEConfig) -> None:
+    """Raise ValueError unless the logits are [T, E]."""
+    if len(logits.shape) != 2 or logits.shape[1] != config.num_experts:
+        raise ValueError(
+            f"the router returned logits of shape {list(logits.shape)}, not [T,"
+            f" {config.num_experts}]"
+        )
+
+
+def _noise_std(config: MoEConfig, training: bool) -> float:
+    """The standard deviation of the noise on the logits."""
+    if training:
+        return config.gate_noise / config.num_experts
+    return 0.0
+
+
+def _draw_noise(logits: Tensor | LinearLogits, noise_std: float) -> Tensor | None:
+    """Standard normal noise [T, E], drawn in fp32: a layer in another dtype gets the same numbers.
+
+    None if `noise_std` is 0."""
+    if noise_std == 0:
+        return None
+    return torch.randn(logits.shape, dtype=torch.float32, device=logits.device)
+
+
+# --- tokens choose
+
+
+def route(
+    logits: Tensor | LinearLogits,
+    config: MoEConfig,
+    top_k: int,
+    training: bool,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+    normalize_gates: bool = True,
+    balance: BalanceBias | None = None,
+) -> Routing:
+    """Choose `top_k` experts for every token from its logits [T, E].
+
+    In training, noise `gate_noise * N(0, 1) / E` is added to the logits. The choice, the gate
+    values and the probabilities in the loss are computed from the noisy logits.
+
+    Args:
+        reduce: a sum over ranks, for a loss over the tokens of all ranks (see
+            `losses.auxiliary_loss`).
+        normalize_gates: False overrides the configuration: gate values are not normalised.
+        balance: biases for the choice, which replace the auxiliary loss. In training it counts the
+            choices.
+
+    Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
+    """
+    _check_logits(logits, config)
+    noise_std = _noise_std(config, training)
+    noise = _draw_noise(logits, noise_std)
+    loss_noise_std = noise_std
+    if config.aux_loss == "load_importance_tutel":
+        # Tutel's loss needs the noise scale even in evaluation, in which no noise is drawn.
+        loss_noise_std = config.gate_noise / config.num_experts
+    aux_loss_name = config.aux_loss
+    if balance is not None:
+        aux_loss_name = "none"
+    normalize = normalize_gates and config.normalize_gates and top_k > 1
+    settings = RouteSettings(
+        top_k, normalize, aux_loss_name, noise_std, loss_noise_std, config.kernels
+    )
+    routed = ops.route(logits, noise, settings)
+    gates, ids, probs, sums = routed.gates, routed.ids, routed.probs, routed.sums
+    num_tokens = probs.shape[0]
+    if routed.logits is None:
+        assert sums is not None, "the kernel computes them"
+        aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, loss_of_sums)
+        return Routing(ids, gates, aux_loss, probs, inputs=routed.inputs)
+    logits, noisy = routed.logits, routed.noisy
+    if noisy is None:
+        noisy = add_noise(logits, noise, noise_std)
+    scores = probs
+    if config.gate_activation != "softmax":
+        scores = gate_scores(noisy, config.gate_activation)
+    if balance is not None:
+        ids = largest(balance(scores), top_k)
+        if training:
+            balance.add_load(ids)
+    if balance is not None or config.gate_activation != "softmax":
+        gates = _gates_of(scores, noisy, ids, config.gate_activation, normalize)
+    fused_value = None
+    if sums is None:
+        loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
+        sums = expert_sums(aux_loss_name, loss_inputs)
+    else:  # the kernel has computed the sums
+        fused_value = loss_of_sums
+    aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, fused_value)
+    if config.z_loss_weight > 0:
+        aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
+    return Routing(ids, gates, aux_loss, probs)
+
+
+def gate_scores(logits: Tensor, activation: str) -> Tensor:
+    """logits [T, E] -> scores [T, E]. The gate values are the scores of the chosen experts.
+
+    Sources: softmax, arXiv 1701.06538; sigmoid, arXiv 2412.19437 (DeepSeek-V3), section 2.1.2.
+    """
+    if activation == "sigmoid":
+        return logits.sigmoid()
+    return logits.softmax(1)
+
+
+def _gates_of(
+    scores: Tensor, logits: Tensor, ids: Tensor, activation: str, normalize: bool
+) -> Tensor:
+    """The gate values [T, K] of the chosen experts, from the scores [T, E] of the logits."""
+    gates = scores.gather(1, ids)
+    if not normalize:
+        return gates
+    total = gates.sum(1, keepdim=True)
+    # Scores of all chosen experts that are (nearly) 0 have lost their quotients: sigmoid gates
+    # below logits of -69, or chosen logits that are not the largest ones.
+    chosen = logits.gather(1, ids)
+    if activation == "sigmoid":
+        chosen = F.logsigmoid(chosen)
+    limits = torch.finfo(chosen.dtype)
+    from_logits = chosen.clamp(limits.min, limits.max).softmax(1)
+    return torch.where(total > _LEAST_SUM, gates / total.clamp(min=_LEAST_SUM), from_logits)
+
+
+def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
+    """The routing with gate values that sum to 1 for each token, and a scale for each token [T, 1].
+
+    The scale is the sum of the token's gate values, divided by the sum that an undecided router
+    gives (K / E for softmax, K / 2 for sigmoid gates). So it is near 1 at the start of training.
+
+    Args:
+        routing: a routing whose gate values are not normalised.
+    """
+    total = routing.gates.sum(1, keepdim=True).clamp(min=_LEAST_SUM)  # [T, 1]
+    top_k = routing.gates.shape[1]
+    undecided = top_k / config.num_experts
+    if config.gate_activation == "sigmoid":
+        undecided = top_k / 2
+    return routing._replace(gates=routing.gates / total), total / undecided
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The mean over tokens of `logsumexp(logits)^2`, a scalar; 0 without tokens.
+
+    It keeps the logits small. Source: ST-MoE, arXiv 2202.08906, section 3.2, equation 5.
+    """
+    return logits.logsumexp(1).square().sum() / max(logits.shape[0], 1)
+
+
+# --- experts choose
+
+
+def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, training: bool) -> Routing:
+    """Expert choice, from logits [T, E].
+
+    The result lists every expert as a choice of every token. The priority makes each expert take
+    the tokens with the highest scores, up to its capacity.
+
+    Args:
+        logits: [T, E], with the tokens of one image after the other.
+    """
+    _check_logits(logits, config)
+    noise_std = _noise_std(config, training)
+    noisy = add_noise(logits, _draw_noise(logits, noise_std), noise_std)
+    scores = gate_scores(noisy, config.gate_activation)
+    probs = scores
+    if config.gate_activation != "softmax":
+        probs = noisy.softmax(1)
+    aux_loss = logits.new_zeros(())
+    if config.z_loss_weight > 0:
+        aux_loss = config.z_loss_weight * z_loss(logits)
+    priority = expert_priority(scores.detach(), num_images, config.choose_per_image)
+    return Routing(all_experts(scores), scores, aux_loss, probs, priority)
+
+
+def all_experts(scores: Tensor) -> Tensor:
+    """Every expert as a choice of every token, in order: scores [T, E] -> int64 [T, E]."""
+    num_tokens, num_experts = scores.shape
+    return torch.arange(num_experts, device=scores.device).repeat(num_tokens, 1)
+
+
+def expert_priority(scores: Tensor, num_images: int, per_image: bool) -> Tensor:
+    """The order in which each expert takes tokens, highest first: [T, E].
+
+    Args:
+        scores: [T, E].
+        per_image: whether tokens are ordered by their rank within their image. An expert then takes
+            the same number of tokens from every image, up to a difference of one. Otherwise tokens
+            are ordered by score.
+    """
+    if not per_image or num_images == 0:
+        return scores
+    by_image = scores.unflatten(0, (num_images, -1))  # [B, N, E]
+    order = by_image.argsort(dim=1, descending=True, stable=True)
+    ranks = order.argsort(dim=1)  # [B, N, E]
+    return -ranks.flatten(0, 1).to(scores.dtype)
+
+
+def factor_by_image(
+    capacity_factor: float | Tensor, num_images: int, num_tokens: int, num_experts: int
+) -> float | Tensor:
+    """The capacity factor with which an expert takes as many tokens from each of `num_images` as it
+    takes from an image alone. Without it, the capacity is rounded for the batch as a whole."""
+    if isinstance(capacity_factor, Tensor) or num_tokens == 0:
+        return capacity_factor
+    factor, length = abs(capacity_factor), num_tokens // num_images
+    share = math.floor(factor * math.ceil(length / num_experts))  # of an image
+    if length % num_experts == 0 and share == factor * length / num_experts:
+        return capacity_factor  # not rounded
+    # the half keeps the product with the divisor above the whole number
+    return (num_images * share + 0.5) / math.ceil(num_tokens / num_experts)
+
+
+# --- slots
+
+
+def check_slots(logits: Tensor, config: MoEConfig) -> None:
+    """Raise ValueError unless a router of Soft MoE has returned a logit for each slot."""
+    num_slots = config.num_experts * config.slots_per_expert
+    if config.slots_per_expert < 1 or logits.ndim != 2 or logits.shape[1] != num_slots:
+        raise ValueError(
+            f"the router returned logits of shape {list(logits.shape)}, not [T, {num_slots}]:"
+            f" slots_per_expert ({config.slots_per_expert}) of each of {config.num_experts} experts"
+        )
+
+
+def route_slots(slots: Tensor, logits: Tensor, config: MoEConfig) -> Routing:
+    """The routing in which each slot is a token with a fixed expert and a gate value of 1.
+
+    Args:
+        slots: [B, S, M].
+        logits: [B, N, S].
+
+    Returns:
+        The routing of the B S slots. Its `probs` [T, E] belong to the tokens: the sum of the
+        weights of an expert's slots in a token's output.
+    """
+    num_images, num_slots, _ = slots.shape
+    slot_numbers = torch.arange(num_slots, device=slots.device)
+    expert_ids = (slot_numbers // config.slots_per_expert).repeat(num_images).unsqueeze(1)
+    gates = slots.new_ones(expert_ids.shape)
+    probs = expert_logits(logits.detach().flatten(0, 1), config).softmax(1)
+    return Routing(expert_ids, gates, logits.new_zeros(()), probs)
+
+
+def expert_logits(logits: Tensor, config: MoEConfig) -> Tensor:
+    """logits [T, S] -> [T, E], whose softmax is the sum of the weights of each expert's slots."""
+    return logits.unflatten(1, (config.num_experts, -1)).logsumexp(2)
