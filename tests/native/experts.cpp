@@ -73,7 +73,7 @@ int main() {
   char *by_rows = memory(N * M * number), *by_w1 = memory(bytes), *by_w2 = memory(bytes);
   char* by_w3 = gated ? memory(bytes) : nullptr;
   float *by_b1 = floats(E * H), *by_b2 = floats(E * M), *by_b3 = gated ? floats(E * H) : nullptr;
-  experts_backward(&p, memory(backward_space(&p)), grad, hidden, by_rows, by_w1, by_w2, by_w3, by_b1, by_b2, by_b3);
+  experts_backward(&p, memory(backward_space(&p)), grad, hidden, by_rows, by_w1, by_b1, by_w2, by_b2, by_w3, by_b3);
   write(by_rows, N * M * number);
   write(by_w1, bytes);
   write(by_w2, bytes);

@@ -87,24 +87,23 @@ def backward(
         if is_needed and tensor is not None:
             by_field[name] = _gradient(name, tensor, inputs.weights)
     call = _Call(inputs)
-    for name in ("w1", "w2"):
-        like = by_field[name]
-        if name == "w1" and like is None:
-            like = by_field["w3"]
-        call.set_strides(f"grad_{name}_strides", like)
-    call.run("backward", [grad.contiguous(), hidden, *(by_field[name] for name in _GRADIENTS)])
-    gradients: list[Tensor | None] = []
+    like = by_field["w1"]
+    if like is None:
+        like = by_field["w3"]
+    call.set_strides("grad_w1_strides", like)
+    call.set_strides("grad_w2_strides", by_field["w2"])
+    call.run("backward", [grad.contiguous(), hidden, *by_field.values()])
     for name, tensor in tensors.items():
         gradient = by_field[name]
-        if gradient is not None and tensor is not None:
-            if name == "rows":
-                gradient[call.num_used_rows :] = 0
-            else:
-                for e in call.unused_experts:
-                    gradient[e] = 0
-            gradient = gradient.to(tensor.dtype)
-        gradients.append(gradient)
-    return gradients
+        if gradient is None or tensor is None:
+            continue
+        if name == "rows":
+            gradient[call.num_used_rows :] = 0
+        else:
+            for e in call.unused_experts:
+                gradient[e] = 0
+        by_field[name] = gradient.to(tensor.dtype)
+    return list(by_field.values())
 
 
 def _gradient(name: str, tensor: Tensor, weights: ExpertWeights) -> Tensor:
@@ -123,8 +122,7 @@ def _gradient(name: str, tensor: Tensor, weights: ExpertWeights) -> Tensor:
     return empty(shape, tensor.dtype, tensor.device).transpose(1, 2)
 
 
-_GRADIENTS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3")  # in the order of experts_backward
-_POINTERS = ("rows", "w1", "w2", "w3", "b1", "b2", "b3", "ends", "noise")
+_POINTERS = FFNInputs._fields[: FFNInputs._fields.index("activation")]  # its tensors
 _SIZES = ("num_experts", "model_dim", "hidden_dim", "threads")
 _SETTINGS = ("rows_bf16", "weights_bf16", "packed", "activation", "least")
 _STRIDES = ("w1_strides", "w2_strides", "w3_strides", "grad_w1_strides", "grad_w2_strides")
@@ -152,13 +150,12 @@ class _Call:
         starts = [0] + ends[:-1]
         self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]
-        self.tensors = [
-            rows.contiguous(),
-            *(weights.w1, weights.w2, weights.w3),
-            *[_in_fp32(bias) for bias in (weights.b1, weights.b2, weights.b3)],
-            inputs.offsets.int().contiguous(),
-            inputs.noise,
-        ]
+        weights = weights._replace(
+            b1=_in_fp32(weights.b1), b2=_in_fp32(weights.b2), b3=_in_fp32(weights.b3)
+        )
+        offsets = inputs.offsets.int().contiguous()
+        # in the order of FFNInputs
+        self.tensors = [rows.contiguous(), *weights, offsets, inputs.noise]
         num_experts, hidden_dim, model_dim = w1.shape
         self.kernels = inputs.kernels
         rate = 0.0

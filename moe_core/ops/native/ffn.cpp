@@ -241,7 +241,7 @@ void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {
 }
 
 void experts_backward(const Problem* p, char* memory, const void* grad, const void* hidden, void* grad_rows,
-                      void* grad_w1, void* grad_w2, void* grad_w3, float* grad_b1, float* grad_b2, float* grad_b3) {
+                      void* grad_w1, float* grad_b1, void* grad_w2, float* grad_b2, void* grad_w3, float* grad_b3) {
   typed(*p, [&](const auto& net) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
     using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1.data)>>;
