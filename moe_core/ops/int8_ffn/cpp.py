@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.inputs import check_offsets
-from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear, Int8Weights
+from moe_core.ops.int8_ffn.inputs import Int8Linear, Int8Weights
 from moe_core.ops.native.library import call, library, pointer
 
 
@@ -51,14 +51,16 @@ class _Problem(ctypes.Structure):  # as Int8Problem in native/ffn_int8.hpp
     ]
 
 
-def forward(inputs: Int8Inputs) -> Tensor:
+def forward(
+    rows: Tensor, weights: Int8Weights, offsets: Tensor, activation: str, kernels: str
+) -> Tensor:
     """The experts' results [N, M]; zeros for rows that belong to no expert."""
-    rows = inputs.rows.contiguous()
-    functions = library(inputs.kernels)
-    num_experts, hidden_dim = inputs.weights.linear1.scales.shape
+    rows = rows.contiguous()
+    functions = library(kernels)
+    num_experts, hidden_dim = weights.linear1.scales.shape
     model_dim = rows.shape[1]
     out = empty(rows.shape, rows.dtype, rows.device)
-    ends = inputs.offsets.int().contiguous()
+    ends = offsets.int().contiguous()
     if len(ends) != num_experts:
         raise ValueError(f"offsets has {len(ends)} experts, the weights {num_experts}")
     check_offsets(ends.tolist(), len(rows))
@@ -68,9 +70,9 @@ def forward(inputs: Int8Inputs) -> Tensor:
         return out
     linears = []
     for linear, outputs, features in (
-        (inputs.weights.linear1, hidden_dim, model_dim),
-        (inputs.weights.linear2, model_dim, hidden_dim),
-        (inputs.weights.linear3, hidden_dim, model_dim),
+        (weights.linear1, hidden_dim, model_dim),
+        (weights.linear2, model_dim, hidden_dim),
+        (weights.linear3, hidden_dim, model_dim),
     ):
         if linear is None:
             linears.append(_Linear())
@@ -87,7 +89,7 @@ def forward(inputs: Int8Inputs) -> Tensor:
         hidden_dim=hidden_dim,
         threads=torch.get_num_threads(),
         rows_bf16=rows.dtype == torch.bfloat16,
-        activation=KERNEL_ACTIVATIONS.index(inputs.activation),
+        activation=KERNEL_ACTIVATIONS.index(activation),
     )
     reference = ctypes.byref(problem)
     memory = empty((functions.int8_space(reference),), torch.uint8, rows.device)

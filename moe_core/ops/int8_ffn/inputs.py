@@ -50,13 +50,3 @@ class Int8Weights(NamedTuple):
         if linear3.quantized is None:
             return cls(linear1, linear2, None)
         return cls(linear1, linear2, linear3)
-
-
-class Int8Inputs(NamedTuple):
-    """The inputs of the op `moe_core::int8_ffn`."""
-
-    rows: Tensor  # [N, M]
-    weights: Int8Weights
-    offsets: Tensor  # [E] int32
-    activation: str
-    kernels: str

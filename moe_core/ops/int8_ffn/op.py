@@ -6,15 +6,14 @@ computed as in `expert_ffn`. The factors of all matrix products are 8-bit intege
 
 # E experts, N rows, M model dim, H hidden dim
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from moe_core.context import in_transform
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.ffn.inputs import ExpertWeights
-from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Weights
+from moe_core.ops.int8_ffn import reference
+from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.reference import quantize_weight
 
 
@@ -59,17 +58,14 @@ def quantize_weights(
     quantized = Int8Weights(linear1, linear2, linear3)
     num_inputs = max(weights.w1.shape[1:])
     form = _form(weights.w1.device.type, dtype, activation, kernels, num_inputs)
-    pack = getattr(form, "pack_weights", None)
-    if pack is None:
-        return quantized
-    return pack(quantized, kernels)
+    if form == "int8_ffn.cpp":
+        return load(form).pack_weights(quantized, kernels)
+    return quantized
 
 
-def _form(
-    device: str, dtype: torch.dtype, activation: str, kernels: str, num_inputs: int
-) -> ModuleType:
+def _form(device: str, dtype: torch.dtype, activation: str, kernels: str, num_inputs: int) -> str:
     request = Request(kernels, device, dtype, activation=activation, num_inputs=num_inputs)
-    return load(select("int8_ffn", request))
+    return select("int8_ffn", request)
 
 
 @torch.library.custom_op(
@@ -83,7 +79,9 @@ def _int8_ffn(rows, weights, offsets, activation, kernels):
     weights = Int8Weights.of_tensors(weights)
     num_inputs = max(rows.shape[1], weights.linear1.scales.shape[1])
     form = _form(rows.device.type, rows.dtype, activation, kernels, num_inputs)
-    return form.forward(Int8Inputs(rows, weights, offsets, activation, kernels))
+    if form == "int8_ffn.cpp":
+        return load(form).forward(rows, weights, offsets, activation, kernels)
+    return reference.forward(rows, weights, offsets, activation)
 
 
 @_int8_ffn.register_fake

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_core.activations import hidden_layer
-from moe_core.ops.int8_ffn.inputs import Int8Inputs, Int8Linear
+from moe_core.ops.int8_ffn.inputs import Int8Linear, Int8Weights
 
 # Of a row or of an output's weights; with a smaller range, their numbers are treated as equal.
 _SMALLEST_RANGE = 1e-30
@@ -71,12 +71,11 @@ def int8_linear(rows: Tensor, linear: Int8Linear, offsets: Tensor) -> Tensor:
     return out
 
 
-def forward(inputs: Int8Inputs) -> Tensor:
+def forward(rows: Tensor, weights: Int8Weights, offsets: Tensor, activation: str) -> Tensor:
     """The experts' results [N, M], in the rows' dtype; zeros for rows that belong to no expert."""
-    rows, offsets = inputs.rows, inputs.offsets
-    linear1, linear2, linear3 = inputs.weights
+    linear1, linear2, linear3 = weights
     z, u = int8_linear(rows, linear1, offsets), None
     if linear3 is not None:
         u = int8_linear(rows, linear3, offsets)
-    hidden = hidden_layer(inputs.activation, z, u)
+    hidden = hidden_layer(activation, z, u)
     return int8_linear(hidden, linear2, offsets).to(rows.dtype)

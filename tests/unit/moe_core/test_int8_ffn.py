@@ -17,7 +17,6 @@ from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, expert_ffn, int8_ffn, quantize_weights
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, _first_form, select
 from moe_core.ops.int8_ffn import reference
-from moe_core.ops.int8_ffn.inputs import Int8Inputs
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.registry import GATED_ACTIVATIONS
 
@@ -76,7 +75,7 @@ def test_any_sizes_equal_the_specification(
     rows, weights, offsets = problem(sizes, model_dim, hidden_dim, dtype, bias, gated)
     found = by_int8(rows, weights, offsets, activation, kernels)
     plain = quantize_weights(weights, dtype, activation, "torch")
-    expected = reference.forward(Int8Inputs(rows, plain, offsets, activation, "torch"))
+    expected = reference.forward(rows, plain, offsets, activation)
     assert_near(found, expected)
 
 
@@ -227,7 +226,7 @@ def run_cases(command: list[str], count: int) -> None:
         contents += raw(offsets)
         output = run_program(command, contents)
         found = torch.frombuffer(bytearray(output), dtype=dtype).view(rows.shape)
-        expected = reference.forward(Int8Inputs(rows, q, offsets, name, "torch"))
+        expected = reference.forward(rows, q, offsets, name)
         assert_near(found, expected)
 
 
