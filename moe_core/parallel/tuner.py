@@ -81,6 +81,10 @@ class Tuner:
         machine: the machine of the cost model. None: it is measured at the first timed call and
             after a drift, in about a second.
         degrees: pipeline degrees to try.
+
+    Attributes:
+        available: the all-to-all algorithms to try: those that are registered when the tuner is
+            created, and available to the group.
     """
 
     def __init__(

@@ -200,3 +200,14 @@ def not_finite(rank: int) -> None:
 @pytest.mark.parametrize("loop", [forgotten, updated_by_hand, right_loops, not_finite])
 def test_a_forgotten_line_is_named(run_processes, loop):
     run_processes(loop, 4)
+
+
+def test_gradients_are_divided_by_the_scale_of_the_losses():
+    model = Net()
+    (4 * model(batch(0, 0))).backward()
+    expected = {name: parameter.grad / 4 for name, parameter in model.named_parameters()}
+    norm = finish_gradients(model, scale=4.0)
+    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(actual, expected)
+    squares = sum(float(gradient.square().sum()) for gradient in expected.values())
+    assert float(norm) == pytest.approx(squares**0.5, rel=1e-6)
