@@ -1,6 +1,6 @@
 """Triton kernels on a GPU with other tiles, warps and stages: which is the fastest, for each shape.
 
-    python benchmarks/tuning.py experts            (a GPU; moe_ffn_triton.tiles has what is in use)
+    python benchmarks/tuning.py experts            (a GPU; ops/ffn/triton.py's tiles are in use)
     python benchmarks/tuning.py attention          (a GPU, under a minute)
 
 Forward alone and forward and backward, in bf16 and in interleaved rounds. `in use`: what the model
@@ -40,8 +40,8 @@ from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import combine, dispatch, make_plan
-from moe_core.ops.moe_ffn import triton as moe_ffn_triton
-from moe_core.ops.moe_ffn.triton import Tile
+from moe_core.ops.ffn import triton as ffn_triton
+from moe_core.ops.ffn.triton import Tile
 from moe_core.routing import route
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.models import triton_window_attention
@@ -140,8 +140,8 @@ def tile_changes() -> dict[str, Callable[[Tiles], Tiles]]:
 
 
 def changed_tiles(change: Callable[[Tiles], Tiles]) -> AbstractContextManager:
-    original = moe_ffn_triton.tiles
-    return mock.patch.object(moe_ffn_triton, "tiles", lambda *sizes: change(original(*sizes)))
+    original = ffn_triton.tiles
+    return mock.patch.object(ffn_triton, "tiles", lambda *sizes: change(original(*sizes)))
 
 
 def _with_rows(rows: int, tiles: Tiles) -> Tiles:

@@ -1,5 +1,6 @@
 """The benchmarks on tiny shapes: `make bench-gpu` runs the same scripts with --device cuda."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(scri
     for text in (done.stdout, output.with_suffix(".md").read_text()):
         assert title in text
         assert " | ".join(table["rows"][0]) in text
+
+
+@pytest.mark.parametrize("script", ["alltoall", "memory", "model", "routers", "shares", "tuning"])
+def test_a_script_finds_what_it_imports(script):
+    """The slow tests run these."""
+    pytest.importorskip("triton")
+    importlib.import_module(script)
 
 
 @pytest.mark.slow
