@@ -36,6 +36,7 @@ from swinv2_moe.config import (
     load_config,
     resolve_batch_size,
 )
+from swinv2_moe.config.load import RETIRED
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded, read_json
 from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run
@@ -182,8 +183,9 @@ def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
 
 def _opts(content: object, where: str) -> dict[str, object]:
     opts = _mapping(content, where)
+    known = flatten(default_config()).keys() | RETIRED.keys()
     for key in opts:
-        if key not in flatten(default_config()):
+        if key not in known:
             raise ValueError(f"{where}: unknown key {key}")
     return opts
 

@@ -128,6 +128,15 @@ def test_columns_without_a_value_are_omitted():
     assert head == f"| {' | '.join([*columns, 'minutes'])} |"
 
 
+def test_keys_of_earlier_versions_load(write_plan):
+    file = write_plan("8", "[8]")
+    file.write_text(file.read_text() + "opts: {AUG.RECOUNT: 1, AUG.REMODES: pixel}\n")
+    with pytest.raises(UserError, match=r"opts: unknown key AUG.REMODES"):
+        read_plan(file)
+    file.write_text(file.read_text().replace("AUG.REMODES", "AUG.REMODE"))
+    assert read_plan(file).variants["8"].opts == ("AUG.RECOUNT", "1", "AUG.REMODE", "pixel")
+
+
 def test_a_grid_makes_a_variant_of_each_combination(write_plan):
     file = write_plan("8-1-0.5", "['8-2-0.5', '8-1-0.5']")
     with file.open("a") as stream:
