@@ -236,6 +236,8 @@ def test_a_phase_is_bounded_by_what_takes_longest():
     memory = Phase(Work(flops=1e9, memory=3e6), Times([10, 20, 10], "r"), peaks())
     assert memory.bound() == ("memory", pytest.approx(0.3))
     assert memory.rate("memory") == 3e8
+    other = Phase(Work(), Times([0, 0, 0], "r"), peaks())
+    assert (other.bound(), other.rate("flops")) == (("", 0.0), 0.0)
 
 
 def test_a_peak_of_another_run_is_no_roof():
