@@ -194,12 +194,14 @@ def _check_averaged(layer: HasExperts) -> None:
             )
 
 
-def _check_step(parameters: list[nn.Parameter]) -> None:
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if an optimiser would use gradients that are not averaged."""
-    for parameter in parameters:
+    for parameter in _parameters_of(optimizer):
         if parameter.grad is None or parameter not in _UNAVERAGED:
             continue
         layer = _WATCHED[parameter]()
+        if layer is None:  # its experts are used without it
+            continue
         names = [name for name, p in layer.experts.named_parameters() if p is parameter]
         raise ValueError(
             f"{_name_of(layer, None)}: the gradient of {', '.join(names)} is not averaged over"
@@ -314,7 +316,7 @@ def _map_moments(
     convert: Callable[[Tensor, HasExperts], Tensor],
 ) -> dict[str, Any]:
     """A copy of an optimiser's state dict, with the tensors of distributed experts converted."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_of(optimizer)
     keys = [key for group in state["param_groups"] for key in group["params"]]
     moments = dict(state["state"])
     for key, parameter in zip(keys, parameters, strict=False):
@@ -442,11 +444,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
             user's own experts over ranks that have different experts; or gradients of experts are
             not averaged.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if _UNAVERAGED:
-        _check_step(parameters)
+        _check_step(optimizer)
     if optimizer in _OPTIMIZERS:
         return
+    parameters = _parameters_of(optimizer)
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         _check_not_sharded(set(parameters))
     if not any(parameter in _LAYERS for parameter in parameters):
@@ -460,6 +462,10 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
     optimizer.register_state_dict_post_hook(_shard_moments)
     optimizer.register_load_state_dict_pre_hook(_localize_moments)
     _OPTIMIZERS.add(optimizer)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check_not_sharded(parameters: set[nn.Parameter]) -> None:
