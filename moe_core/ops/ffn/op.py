@@ -259,27 +259,13 @@ def _register(
 
     @forward.register_fake
     def _(*arguments):
-        inputs = make(arguments)
-        tokens, dtype = inputs[0], inputs[0].dtype
-        gates = getattr(inputs, "gates", None)
-        if gates is not None:
-            dtype = torch.promote_types(dtype, gates.dtype)
-        num_kept = 0
-        if inputs.keep_hidden:
-            num_kept = _rows_of(inputs).shape[0] * inputs.weights.num_kept
-        hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
-        return tokens.new_empty(tokens.shape, dtype=dtype), hidden
+        return _fake_outputs(make(arguments))
 
     @backward.register_fake
     def _(grad, needs, *arguments):
-        inputs = make(arguments[:-1])
-        computed = empty_gradients(grad, inputs[:num_differentiable], needs)
-        layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
-        for field, like in layouts.items():
-            place = fields.index(field)
-            if transposed_gradients and needs[place] and is_transposed(like):
-                gradient = computed[place]
-                computed[place] = gradient.new_empty(gradient.mT.shape).mT
+        computed = empty_gradients(grad, arguments[:num_differentiable], needs)
+        if transposed_gradients:
+            _transpose(computed, make(arguments[:-1]), needs)
         return tuple(computed)
 
     @register_flop_formula(getattr(torch.ops.moe_core, name))
@@ -296,6 +282,28 @@ def _register(
 
     backward_op = getattr(torch.ops.moe_core, f"{name}_backward")
     register_gradient(name, num_differentiable, backward_op, plain, saved_outputs=(1,))
+
+
+def _fake_outputs(inputs) -> tuple[Tensor, Tensor]:
+    tokens, dtype = inputs[0], inputs[0].dtype
+    gates = getattr(inputs, "gates", None)
+    if gates is not None:
+        dtype = torch.promote_types(dtype, gates.dtype)
+    num_kept = 0
+    if inputs.keep_hidden:
+        num_kept = _rows_of(inputs).shape[0] * inputs.weights.num_kept
+    hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
+    return tokens.new_empty(tokens.shape, dtype=dtype), hidden
+
+
+def _transpose(gradients: list[Tensor], inputs, needs: Sequence[bool]) -> None:
+    """Give the gradients of transposed weights the memory order of the weights."""
+    layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
+    for field, like in layouts.items():
+        place = inputs._fields.index(field)
+        if needs[place] and is_transposed(like):
+            gradient = gradients[place]
+            gradients[place] = gradient.new_empty(gradient.mT.shape).mT
 
 
 def _rows_of(inputs):
