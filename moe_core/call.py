@@ -62,9 +62,9 @@ def positions_of(mask: Tensor, count: int | None) -> Tensor:
     return mask.nonzero_static(size=count).squeeze(1)
 
 
-def check_output_norm(output_norm: nn.Module | None, config: MoEConfig) -> None:
-    """Raise ValueError for a norm that the layer's kind of routing does not support."""
-    if output_norm is not None and config.routing != "token_choice":
+def check_output_norm(config: MoEConfig) -> None:
+    """Raise ValueError if the layer's kind of routing does not support an output norm."""
+    if config.routing != "token_choice":
         raise ValueError(
             f"output_norm needs tokens that choose experts, not router {config.router!r}"
         )
@@ -96,18 +96,14 @@ def check_numbers(
         raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
 
 
-def check_exchange(exchange: str, capacity_factor: float | Tensor, config: MoEConfig) -> None:
+def check_has_capacity(capacity_factor: float | Tensor, config: MoEConfig) -> None:
     """Raise ValueError for a static exchange without a capacity."""
-    needs_capacity = exchange == "static" and config.routing != "soft"
-    if needs_capacity and is_dropless(capacity_factor):
+    is_dropless = not isinstance(capacity_factor, Tensor) and capacity_factor == 0
+    if is_dropless and config.routing != "soft":
         raise ValueError(
             "capacity_factor (0) must not be 0 with exchange 'static', which sends as many rows as"
             " the capacity"
         )
-
-
-def is_dropless(capacity_factor: float | Tensor) -> bool:
-    return not isinstance(capacity_factor, Tensor) and capacity_factor == 0
 
 
 def check_devices(layer: nn.Module, x: Tensor) -> None:

@@ -12,7 +12,7 @@ from moe_core.balance import BalanceBias
 from moe_core.call import (
     CallOptions,
     check_devices,
-    check_exchange,
+    check_has_capacity,
     check_numbers,
     check_output_norm,
     check_tensors,
@@ -192,7 +192,8 @@ class MoELayer(HasExperts):
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         check_tensors(x, mask)
-        check_output_norm(output_norm, self.config)
+        if output_norm is not None:
+            check_output_norm(self.config)
         options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
         # A layer over several ranks is excluded from torch.compile. In torch 2.11 the gradient of
         # an autograd.Function whose forward writes into its output, as collectives do, is 0
@@ -328,7 +329,8 @@ class MoELayer(HasExperts):
             if strategy.r != 1 and not isinstance(self.experts, Experts):
                 raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
             self._exchanges[strategy] = exchange
-        check_exchange(strategy.exchange, capacity_factor, self.config)
+        if strategy.exchange == "static":
+            check_has_capacity(capacity_factor, self.config)
         return self._exchanges[strategy]
 
     def _choose(self, routed: Routed) -> tuple[Exchange, Trial | None]:

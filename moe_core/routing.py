@@ -217,20 +217,12 @@ def _check_logits(logits: Tensor | LinearLogits, config: MoEConfig) -> None:
         )
 
 
-def _noise_std(config: MoEConfig, training: bool) -> float:
-    """The standard deviation of the noise on the logits."""
-    if training:
-        return config.gate_noise / config.num_experts
-    return 0.0
+def _draw_noise(logits: Tensor | LinearLogits, config: MoEConfig) -> tuple[Tensor, float]:
+    """Standard normal noise [T, E] and its factor.
 
-
-def _draw_noise(logits: Tensor | LinearLogits, noise_std: float) -> Tensor | None:
-    """Standard normal noise [T, E], drawn in fp32: a layer in another dtype gets the same numbers.
-
-    None if `noise_std` is 0."""
-    if noise_std == 0:
-        return None
-    return torch.randn(logits.shape, dtype=torch.float32, device=logits.device)
+    It is drawn in fp32: a layer in another dtype gets the same numbers."""
+    noise = torch.randn(logits.shape, dtype=torch.float32, device=logits.device)
+    return noise, config.gate_noise / config.num_experts
 
 
 # --- tokens choose
@@ -260,8 +252,9 @@ def route(
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
     _check_logits(logits, config)
-    noise_std = _noise_std(config, training)
-    noise = _draw_noise(logits, noise_std)
+    noise, noise_std = None, 0.0
+    if training and config.gate_noise > 0:
+        noise, noise_std = _draw_noise(logits, config)
     loss_noise_std = noise_std
     if config.aux_loss == "load_importance_tutel":
         # Tutel's loss needs the noise scale even in evaluation, in which no noise is drawn.
@@ -370,8 +363,9 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
         logits: [T, E], with the tokens of one image after the other.
     """
     _check_logits(logits, config)
-    noise_std = _noise_std(config, training)
-    noisy = add_noise(logits, _draw_noise(logits, noise_std), noise_std)
+    noisy = logits
+    if training and config.gate_noise > 0:
+        noisy = add_noise(logits, *_draw_noise(logits, config))
     scores = gate_scores(noisy, config.gate_activation)
     probs = scores
     if config.gate_activation != "softmax":
