@@ -12,18 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
 from moe_core.parallel import ParallelStrategy
 from moe_core.parallel.exchange import Exchange
 
 
 class CallOptions(NamedTuple):
-    """The options of one call. None of them is open."""
+    """The options of one call, and the layer's parts that route it. None of them is open."""
 
+    config: MoEConfig
     top_k: int
     capacity_factor: float | Tensor
     exchange: Exchange | None  # None: the tuner chooses
     router: nn.Module
+    balance: BalanceBias | None
     batch_prioritized: bool
     output_norm: nn.Module | None
     training: bool

@@ -74,7 +74,7 @@ class MoELayer(HasExperts):
         super().__init__()
         self.config = config
         self.group = ExpertGroup.of(group)
-        self.routing = ROUTINGS[config.routing](config, self.group)
+        self.routing = ROUTINGS[config.routing](self.group)
         self.shard = config.shard(self.group.rank, self.group.size)
         is_foreign = experts is not None and not isinstance(experts, Experts)
         if isinstance(experts, Experts):
@@ -220,7 +220,7 @@ class MoELayer(HasExperts):
         call = self._resolve(x, *options)
         if self.group.num_ranks > 1:
             before_pass(self)
-        routed = self.routing.route(x, call, self.balance)
+        routed = self.routing.route(x, call)
         routing, top_k = routed.routing, routed.top_k
         exchange, trial = call.exchange, None
         if exchange is None:
@@ -288,10 +288,12 @@ class MoELayer(HasExperts):
         if self.group.size > 1:
             self._check_ranks(x)
         return CallOptions(
+            config,
             top_k,
             capacity_factor,
             exchange,
             routers[router],
+            self.balance,
             batch_prioritized,
             output_norm,
             self.training,

@@ -66,13 +66,12 @@ class TokenChoice:
     Source: arXiv 2206.03382 (Tutel), section 4.1.
     """
 
-    def __init__(self, config: MoEConfig, group: ExpertGroup) -> None:
-        self.config = config
+    def __init__(self, group: ExpertGroup) -> None:
         self.group = group
 
-    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
-        """Route x [..., M]; `balance` is the layer's."""
-        config, norm = self.config, call.output_norm
+    def route(self, x: Tensor, call: CallOptions) -> Routed:
+        """Route x [..., M]."""
+        config, norm = call.config, call.output_norm
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         reduce = None
         if config.global_balance:
@@ -80,7 +79,7 @@ class TokenChoice:
         logits = logits_of(call.router, tokens, config)
         with without_autocast(tokens):
             routing = route(
-                logits, config, call.top_k, call.training, reduce, norm is None, balance
+                logits, config, call.top_k, call.training, reduce, norm is None, call.balance
             )
         if call.batch_prioritized:
             routing = routing._replace(priority=routing.probs.detach().amax(1))
@@ -112,8 +111,8 @@ class ExpertChoice(TokenChoice):
     Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section 3.2.
     """
 
-    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
-        config = self.config
+    def route(self, x: Tensor, call: CallOptions) -> Routed:
+        config = call.config
         num_images = as_images(x).shape[0]
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         factor = call.capacity_factor
@@ -147,14 +146,14 @@ class SoftRouting(TokenChoice):
     Source: Soft MoE, arXiv 2308.00951, section 2.
     """
 
-    def route(self, x: Tensor, call: CallOptions, balance: BalanceBias | None) -> Routed:
+    def route(self, x: Tensor, call: CallOptions) -> Routed:
         tokens = as_images(x)  # [B, N, M]
         logits = router_logits(call.router, tokens.flatten(0, 1))  # [T, S]
-        check_slots(logits, self.config)
+        check_slots(logits, call.config)
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         slots = soft_dispatch(tokens.to(expert_dtype(tokens)), logits)  # [B, S, M]
         slots = expert_input(slots, self.group.size)
-        routing = route_slots(slots, logits, self.config)
+        routing = route_slots(slots, logits, call.config)
 
         def mix(y: Tensor) -> Tensor:
             return soft_combine(y.view_as(slots), logits).flatten(0, 1)
