@@ -1,13 +1,14 @@
 """Hooks of mkdocs.yml: documents also link to files that the site does not have, and the fields of
-dataclasses have comments."""
+dataclasses have meanings."""
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import griffe
 
-from swinv2_moe.config.reference import field_comments
-
+_FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -31,13 +32,33 @@ def on_page_markdown(markdown: str, *, page, config, **_) -> str:
     return _LINK.sub(replaced, markdown)
 
 
+def field_meanings(source: str) -> dict[str, str]:
+    """The meaning of each field in the source of a dataclass: the second argument of `option`, or
+    the comment after the field or on the lines before it."""
+    by_name = {}
+    lines_before = []
+    for line in source.splitlines():
+        if line.startswith("    # "):
+            lines_before.append(line.strip().removeprefix("# "))
+            continue
+        match = _FIELD.match(line)
+        if match:
+            by_name[match[1]] = " ".join(lines_before) or match[2] or ""
+        lines_before = []
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        call = getattr(node, "value", None)
+        if isinstance(node, ast.AnnAssign) and getattr(call, "func", None) is not None:
+            by_name[node.target.id] = ast.literal_eval(call.args[1])
+    return by_name
+
+
 class FieldComments(griffe.Extension):
-    """Shows the comments of a dataclass's fields as their descriptions."""
+    """Shows the meanings of a dataclass's fields as their descriptions."""
 
     def on_class(self, *, cls: griffe.Class, **_) -> None:
         if not any("dataclass" in str(decorator.value) for decorator in cls.decorators):
             return
-        for name, comment in field_comments(cls.source).items():
+        for name, comment in field_meanings(cls.source).items():
             field = cls.members.get(name)
             if field is not None and comment and not field.has_docstring:
                 field.docstring = griffe.Docstring(comment, parent=field)

@@ -10,8 +10,8 @@ checked without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from moe_core.choices import EXCHANGES, KERNELS, ROUTING_CHOICES
-from moe_core.config import ExpertShard, MoEConfig
+from moe_core.config import ROUTING_CHOICES, ExpertShard, MoEConfig
+from moe_core.options import EXCHANGES, KERNELS
 from moe_core.prepared import PreparedValue, prepared
 from moe_core.registry import (
     ACTIVATIONS,

@@ -1,12 +1,12 @@
 """Configuration of one mixture-of-experts layer, with all checks of its values."""
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import MISSING, dataclass
+from typing import Any, NamedTuple
 
 from moe_core.checks import check_integer
-from moe_core.choices import KERNELS, ROUTING_CHOICES
-from moe_core.registry import LOSSES, ROUTERS, check_activation
+from moe_core.options import KERNELS, Option, option, options
+from moe_core.registry import LOSSES, ROUTERS, Registry, activations, check_activation
 
 # The attribute `routing` of this package's routers. With this copy a configuration is checked
 # without importing torch.
@@ -33,84 +33,134 @@ class MoEConfig:
         ValueError: a value is out of range. The message names the value and the allowed values.
     """
 
-    model_dim: int  # features of a token
-    hidden_dim: int  # hidden units of an expert
-    num_experts: int  # of the layer, over all ranks; without the shared experts
-    top_k: int = 1  # experts per token
-    # limit of the tokens of an expert, in units of its even share; 0: dropless; negative: as its
-    # absolute value
-    capacity_factor: float = 1.25
-    # as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not depend on
-    # other tokens; where experts choose, 0 is as in training
-    eval_capacity_factor: float = 0.0
-    # tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE: `soft`; or a
-    # registered name
-    router: str = "linear"
-    # slots of an image per expert, for `soft`; 0: as many slots as tokens, if the model knows their
-    # number
-    slots_per_expert: int = 0
-    # for `expert_choice`: an expert chooses the same number of tokens from each image; by default
-    # it chooses from the whole batch
-    choose_per_image: bool = False
-    gate_activation: str = "softmax"  # function from logits to gate values
-    # `loss`: an auxiliary loss balances the load; `bias`: a bias per expert instead, which affects
-    # the choice but not the gate values (`moe_core.balance`)
-    balance: str = "loss"
-    balance_rate: float = 1e-3  # change of an expert's bias in one step
-    z_loss_weight: float = 0.0  # weight of the router's z-loss within the auxiliary loss
-    # experts that process every token, in addition to the `top_k` chosen experts
-    num_shared_experts: int = 0
-    # standard deviation of the noise on the logits in training, in units of 1 / `num_experts`
-    gate_noise: float = 0.0
-    normalize_gates: bool = True  # the gate values of a token sum to 1; only for `top_k` above 1
-    # a full expert keeps the tokens with the highest probability, not the first ones
-    batch_prioritized: bool = False
-    aux_loss: str = "gshard"  # the loss that balances the load, or a registered name
-    # the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank
-    global_balance: bool = False
-    activation: str = "gelu"  # activation function of the experts, or a registered name
-    # experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With `silu` it is
-    # SwiGLU, with `gelu` GEGLU. With two thirds of the hidden dim, the number of MACs is the same
-    gated: bool = False
-    bias: bool = True  # the biases of each expert
-    output_bias: bool = True  # the second bias of each expert
-    # expert dropout: dropout of the hidden units of routed and shared experts, after the
-    # activation. The published Swin-MoE is trained with 0.1
-    hidden_dropout: float = 0.0
-    # `auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work; `triton` and
-    # `torch` force one form; other names force the CPU instructions of the experts' products
-    kernels: str = "auto"
-    # without gradients in `moe_core.prepared` (evaluation), the experts' products use 8-bit
-    # integers: up to twice as fast as bf16 on a CPU
-    int8_inference: bool = False
-    # standard deviation of the experts' initial weights (truncated normal)
-    init_std: float | None = None
+    model_dim: int = option(MISSING, "features of a token", least=1, is_key=False)
+    hidden_dim: int = option(MISSING, "hidden units of an expert", least=1, is_key=False)
+    num_experts: int = option(
+        MISSING,
+        "of the layer, over all ranks; without the shared experts",
+        least=1,
+        is_key=False,
+    )
+    top_k: int = option(1, "experts per token", least=1)
+    capacity_factor: float = option(
+        1.25,
+        "limit of the tokens of an expert, in units of its even share; 0: dropless; negative:"
+        " as its absolute value",
+    )
+    eval_capacity_factor: float = option(
+        0.0,
+        "as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not"
+        " depend on other tokens; where experts choose, 0 is as in training",
+    )
+    router: str = option(
+        "linear",
+        "tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE:"
+        " `soft`; or a registered name",
+        choices=ROUTERS,
+    )
+    slots_per_expert: int = option(
+        0,
+        "slots of an image per expert, for `soft`; 0: as many slots as tokens, if the model"
+        " knows their number",
+        least=0,
+        is_key=False,
+    )
+    choose_per_image: bool = option(
+        False,
+        "for `expert_choice`: an expert chooses the same number of tokens from each image; by"
+        " default it chooses from the whole batch",
+    )
+    gate_activation: str = option(
+        "softmax",
+        "function from logits to gate values",
+        choices=("softmax", "sigmoid"),
+    )
+    balance: str = option(
+        "loss",
+        "`loss`: an auxiliary loss balances the load; `bias`: a bias per expert instead,"
+        " which affects the choice but not the gate values (`moe_core.balance`)",
+        choices=("loss", "bias"),
+    )
+    balance_rate: float = option(
+        1e-3,
+        "change of an expert's bias in one step",
+        least=0,
+        is_key=False,
+    )
+    z_loss_weight: float = option(
+        0.0,
+        "weight of the router's z-loss within the auxiliary loss",
+        least=0,
+    )
+    num_shared_experts: int = option(
+        0,
+        "experts that process every token, in addition to the `top_k` chosen experts",
+        least=0,
+    )
+    gate_noise: float = option(
+        0.0,
+        "standard deviation of the noise on the logits in training, in units of 1 / `num_experts`",
+        least=0,
+    )
+    normalize_gates: bool = option(
+        True,
+        "the gate values of a token sum to 1; only for `top_k` above 1",
+    )
+    batch_prioritized: bool = option(
+        False,
+        "a full expert keeps the tokens with the highest probability, not the first ones",
+    )
+    aux_loss: str = option(
+        "gshard",
+        "the loss that balances the load, or a registered name",
+        choices=LOSSES,
+    )
+    global_balance: bool = option(
+        False,
+        "the auxiliary loss covers the tokens of all data-parallel ranks, not those of each rank",
+    )
+    activation: str = option(
+        "gelu",
+        "activation function of the experts, or a registered name",
+        choices=activations,
+    )
+    gated: bool = option(
+        False,
+        "experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With"
+        " `silu` it is SwiGLU, with `gelu` GEGLU. With two thirds of the hidden dim, the"
+        " number of MACs is the same",
+    )
+    bias: bool = option(True, "the biases of each expert", is_key=False)
+    output_bias: bool = option(True, "the second bias of each expert")
+    hidden_dropout: float = option(
+        0.0,
+        "expert dropout: dropout of the hidden units of routed and shared experts, after the"
+        " activation. The published Swin-MoE is trained with 0.1",
+        least=0,
+        most=0.999,
+    )
+    kernels: str = option(
+        "auto",
+        "`auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work;"
+        " `triton` and `torch` force one form; other names force the CPU instructions of the"
+        " experts' products",
+        choices=KERNELS,
+    )
+    int8_inference: bool = option(
+        False,
+        "without gradients in `moe_core.prepared` (evaluation), the experts' products use"
+        " 8-bit integers: up to twice as fast as bf16 on a CPU",
+    )
+    init_std: float | None = option(
+        None,
+        "standard deviation of the experts' initial weights (truncated normal)",
+        least=1e-09,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("model_dim", "hidden_dim", "num_experts", "top_k"):
-            check_integer(name, getattr(self, name), 1)
-        for name in ("slots_per_expert", "num_shared_experts"):
-            check_integer(name, getattr(self, name), 0)
-        for registry in (ROUTERS, LOSSES):
-            registry.check(getattr(self, registry.kind))
+        for field, allowed in options(type(self)):
+            _check(field.name, getattr(self, field.name), field.type, allowed)
         check_activation(self.activation, self.gated)
-        if self.kernels not in KERNELS:
-            raise ValueError(f"kernels ({self.kernels!r}) must be one of {', '.join(KERNELS)}")
-        if not 0 <= self.hidden_dropout < 1:
-            raise ValueError(
-                f"hidden_dropout ({self.hidden_dropout}) must be at least 0 and below 1"
-            )
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} ({getattr(self, name)}) must be finite; 0 is dropless")
-        for name, allowed in ROUTING_CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
-        for name in ("z_loss_weight", "balance_rate", "gate_noise"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} ({value}) must be finite and not negative")
         if self.init_std is not None and not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std ({self.init_std}) must be finite and above 0, or None")
         if self.aux_loss == "load_importance_tutel" and self.gate_noise == 0:
@@ -195,6 +245,23 @@ class MoEConfig:
         return ExpertShard(rank // parts, 1, rank % parts, parts)
 
 
+def _check(name: str, value: Any, kind: object, allowed: Option) -> None:
+    """Raise ValueError unless a field of the type `kind` may hold the value."""
+    choices = allowed.choices
+    if isinstance(choices, Registry):
+        choices.check(value)
+    elif isinstance(choices, tuple) and choices and value not in choices:
+        raise ValueError(f"{name} ({value!r}) must be one of {', '.join(choices)}")
+    elif kind is int:
+        check_integer(name, value, int(allowed.least))
+    elif kind is float and not math.isfinite(value) and allowed.least < 0:
+        raise ValueError(f"{name} ({value}) must be finite; 0 is dropless")
+    elif kind is float and allowed.most < 1 and not 0 <= value < 1:
+        raise ValueError(f"{name} ({value}) must be at least 0 and below 1")
+    elif kind is float and not (math.isfinite(value) and value >= allowed.least):
+        raise ValueError(f"{name} ({value}) must be finite and not negative")
+
+
 class ExpertShard(NamedTuple):
     """The experts of a rank, and the rank's part of their hidden dim and output bias."""
 
@@ -202,3 +269,10 @@ class ExpertShard(NamedTuple):
     num_experts: int
     part: int
     num_parts: int
+
+
+ROUTING_CHOICES = {
+    field.name: one.choices
+    for field, one in options(MoEConfig)
+    if field.name in ("gate_activation", "balance")
+}

@@ -109,6 +109,11 @@ ALL_TO_ALLS = Registry(
 )
 
 
+def activations() -> tuple[str, ...]:
+    """The names of the activations of all experts, gated or not."""
+    return (*ACTIVATIONS, *GATED_ACTIVATIONS)
+
+
 def check_activation(name: str, gated: bool) -> None:
     """Raise ValueError if `name` is not an activation of gated (or not gated) experts."""
     if name in GATED_ACTIVATIONS:

@@ -66,7 +66,7 @@ ENGINE_PACKAGES = {"torch", "triton", "safetensors"}
 # that this entry lists, and from those of its own prefix.
 BASICS = [
     "moe_core.checks",
-    "moe_core.choices",
+    "moe_core.options",
     "moe_core.config",
     "moe_core.capacity",
     "moe_core.context",
@@ -103,6 +103,7 @@ PUBLIC = [
     "moe_core.files",
     "moe_core.ops.autograd",
     "moe_core.context",
+    "moe_core.options",
     "moe_core.tutel",
 ]
 SHARED = [
@@ -196,18 +197,18 @@ for name in BASICS:
     ALLOWED[name] = []
 ALLOWED["moe_core.losses"] = ["moe_core.registry", "moe_core.ops"]
 ALLOWED["moe_core.activations"] = ["moe_core.registry"]
-ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.choices", "moe_core.registry"]
+ALLOWED["moe_core.config"] = ["moe_core.checks", "moe_core.options", "moe_core.registry"]
 ALLOWED["moe_core.balance"] = ["moe_core.context"]
 ALLOWED["moe_core.prepared"] = ["moe_core.context"]
 ALLOWED["moe_core.ops"] = [
-    "moe_core.choices",
+    "moe_core.options",
     "moe_core.files",
     "moe_core.registry",
     "moe_core.activations",
     "moe_core.context",
 ]
 for name in RANKS:
-    ALLOWED[name] = ["moe_core.choices", "moe_core.registry", "moe_core.ranks"]
+    ALLOWED[name] = ["moe_core.options", "moe_core.registry", "moe_core.ranks"]
     ALLOWED[name] += ["moe_core.context", *RANKS]
 ALLOWED["moe_core.parallel.strategy"] += ["moe_core.checks"]
 ALLOWED["moe_core.parallel.machine"] = []

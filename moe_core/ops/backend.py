@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.choices import CPU_KERNELS, KERNELS
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
+from moe_core.options import CPU_KERNELS, KERNELS
 
 # The activations that the Triton and C++ kernels compute. The index is the number in the kernels.
 # The last one is for gated experts only.

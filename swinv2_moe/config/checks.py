@@ -6,96 +6,15 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import (
-    ACTIVATIONS,
-    GATED_ACTIVATIONS,
-    KERNELS,
-    LOSSES,
-    ROUTERS,
-    ROUTING_CHOICES,
-    MoEConfig,
-)
+from moe_core import GATED_ACTIVATIONS, MoEConfig
+from moe_core.options import Option
 from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
-from swinv2_moe.config.sections import ExpertsConfig
+from swinv2_moe.config.sections import ExpertsConfig, key_options
 from swinv2_moe.config.typed import layer_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_section, model_type, model_types
-
-# Registries are queried at the time of the check, since entries may be added until then.
-_CHOICES: dict[str, Collection] = {
-    "TRACKER": ("", "wandb", "mlflow"),
-    "DEVICE": ("auto", "cpu", "cuda"),
-    "AMP_DTYPE": ("bfloat16", "float16"),
-    "MODEL.UPCYCLE": ("", "weights", "run"),
-    "DATA.INTERPOLATION": ("nearest", "bilinear", "bicubic", "random"),
-    "MODEL.MOE.KERNELS": KERNELS,
-    "MODEL.MOE.ROUTER": ROUTERS,
-    "MODEL.MOE.AUX_LOSS": LOSSES,
-    "MODEL.MOE.BALANCE": ROUTING_CHOICES["balance"],
-    "MODEL.MOE.GATE_ACTIVATION": ROUTING_CHOICES["gate_activation"],
-    "MODEL.MOE.EVAL_BATCH_PRIORITIZED": ("same", "always", "never"),
-    "MODEL.MOE.NORM": ("post", "before_gate"),
-    "TRAIN.OPTIMIZER.NAME": ("adamw", "sgd", "lamb", "lars"),
-    "TRAIN.LR_SCALING": ("linear", "sqrt"),
-}
-_INFINITY = float("inf")
-_RANGES = {  # lower and upper bounds, both included
-    "SEED": (0, 2**31),
-    "PRINT_FREQ": (1, _INFINITY),
-    "SAVE_FREQ": (1, _INFINITY),
-    "TIMEOUT": (1, 10**6),
-    "CHECKPOINT.STEPS": (0, _INFINITY),
-    "CHECKPOINT.KEEP_LAST": (1, _INFINITY),
-    "CHECKPOINT.EXPERTS": (0, _INFINITY),
-    "CHECKPOINT.STAGING_MB": (0, _INFINITY),
-    "DATA.VAL_SPLIT": (0, 0.9),
-    "DATA.SHARD_STREAMS": (1, _INFINITY),
-    "DATA.BATCH_SIZE": (1, _INFINITY),
-    "DATA.GLOBAL_BATCH_SIZE": (0, _INFINITY),
-    "DATA.IMG_SIZE": (1, 2**16),
-    "DATA.NUM_WORKERS": (0, _INFINITY),
-    "DATA.MAX_BAD_SHARE": (0, 1),
-    "MODEL.NUM_CLASSES": (0, _INFINITY),
-    "MODEL.DROP_PATH_RATE": (0, 0.999),
-    "MODEL.LABEL_SMOOTHING": (0, 0.999),
-    "MODEL.UPCYCLE_NOISE": (0, _INFINITY),
-    "MODEL.MOE.NUM_EXPERTS": (0, _INFINITY),
-    "MODEL.MOE.EXPERT_PARALLEL_SIZE": (0, _INFINITY),
-    "MODEL.MOE.TOP_K": (1, _INFINITY),
-    "MODEL.MOE.CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
-    "MODEL.MOE.CAPACITY_DROP_SHARE": (0, 0.999),
-    "MODEL.MOE.EVAL_CAPACITY_FACTOR": (-_INFINITY, _INFINITY),
-    "MODEL.MOE.GATE_NOISE": (0, _INFINITY),
-    "MODEL.MOE.AUX_LOSS_WEIGHT": (0, _INFINITY),
-    "MODEL.MOE.Z_LOSS_WEIGHT": (0, _INFINITY),
-    "MODEL.MOE.NUM_SHARED_EXPERTS": (0, _INFINITY),
-    "MODEL.MOE.HIDDEN_RATIO": (1e-3, _INFINITY),
-    "MODEL.MOE.HIDDEN_DROPOUT": (0, 0.999),
-    "MODEL.MOE.INIT_STD": (1e-9, _INFINITY),
-    "TRAIN.EPOCHS": (1, _INFINITY),
-    "TRAIN.WARMUP_EPOCHS": (0, _INFINITY),
-    "TRAIN.BASE_LR": (0, _INFINITY),
-    "TRAIN.WARMUP_LR": (0, _INFINITY),
-    "TRAIN.MIN_LR": (0, _INFINITY),
-    "TRAIN.WEIGHT_DECAY": (0, _INFINITY),
-    "TRAIN.LAYER_DECAY": (1e-3, 1),
-    "TRAIN.CLIP_GRAD": (0, _INFINITY),
-    "TRAIN.ACCUMULATION_STEPS": (1, _INFINITY),
-    "TRAIN.NOISE_SCALE_FREQ": (0, _INFINITY),
-    "TRAIN.EMA_DECAY": (0, 0.999999),
-    "TRAIN.MAX_STEPS": (0, _INFINITY),
-    "TRAIN.TARGET_TOP1": (0, 100),
-    "TRAIN.SKIP_NON_FINITE": (0, _INFINITY),
-    "TRAIN.OPTIMIZER.EPS": (0, _INFINITY),
-    "AUG.HFLIP": (0, 1),
-    "AUG.COLOR_JITTER": (0, 1),
-    "AUG.REPROB": (0, 1),
-    "AUG.MIXUP": (0, _INFINITY),
-    "AUG.CUTMIX": (0, _INFINITY),
-    "TEST.CROP_RATIO": (0, 1),
-}
+from swinv2_moe.model_types import model_section, model_type
 
 # Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
 # can be used. Experts that choose always take as many tokens as their capacity: CAPACITY_AUTO would
@@ -111,39 +30,26 @@ _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can spl
 
 def choices() -> dict[str, Collection]:
     """The allowed values of each key that has a fixed list of them."""
-    registered = {
-        "DATA.DATASET": tuple(datasets()),
-        "MODEL.TYPE": tuple(model_types()),
-        "MODEL.MOE.ACTIVATION": (*ACTIVATIONS, *GATED_ACTIVATIONS),
-    }
-    return _CHOICES | registered
-
-
-def ranges() -> dict[str, tuple[float, float]]:
-    """The lower and upper bound of each key that has bounds. Both are included."""
-    limits = dict(_RANGES)
-    for registered in model_types().values():
-        section = registered.section
-        for key, limit in section.ranges.items():
-            limits[f"MODEL.{section.name}.{key}"] = limit
-    return limits
+    return {key: option.allowed() for key, option in key_options().items() if option.choices}
 
 
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
-    for name, allowed in choices().items():
-        _check_choice(name, flat[name], allowed)
+    for name, option in key_options().items():
+        if option.choices:
+            _check_choice(name, flat[name], option.allowed())
     section = model_type(config).section
     prefix = f"MODEL.{section.name}"
     _check_choice(f"{prefix}.IN_CHANS", flat[f"{prefix}.IN_CHANS"], (1, 3))
-    for name, (low, high) in _RANGES.items():
-        _check_range(name, flat[name], low, high)
+    for name, option in key_options().items():
+        if isinstance(flat[name], (int, float)):
+            _check_range(name, flat[name], option)
     for key, (low, high) in section.ranges.items():
-        _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], low, high)
+        _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], Option("", low, high))
     section.check(config)
-    _check_routing_schedules(config)
     _check_strategy(config)
+    _check_routing_schedules(config)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -176,15 +82,11 @@ def _check_choice(name: str, value: object, allowed: Collection) -> None:
     raise UserError(f"{name} is {value!r}, allowed: {', '.join(texts)}{hint}")
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
+def _check_range(name: str, value: float, option: Option) -> None:
     if not math.isfinite(value):
         raise UserError(f"{name} is {value}, it must be finite")
-    if low <= value <= high:
-        return
-    limit = f"between {low} and {high}"
-    if high == _INFINITY:
-        limit = f"at least {low}"
-    raise UserError(f"{name} is {value}, it must be {limit}")
+    if not option.least <= value <= option.most:
+        raise UserError(f"{name} is {value}, it must be {option.limits()}")
 
 
 def _check_experts(config: CfgNode) -> None:

@@ -2,10 +2,10 @@
 
 import copy
 import functools
-from dataclasses import fields
 
 from yacs.config import CfgNode
 
+from moe_core.options import options
 from swinv2_moe.config import sections
 from swinv2_moe.model_types import model_types
 
@@ -18,8 +18,8 @@ def _group(section: type) -> CfgNode:
 @functools.cache
 def _shared_group(section: type) -> CfgNode:
     group = CfgNode()
-    for field in fields(section):
-        if sections.is_key(field):
+    for field, option in options(section):
+        if option.is_key:
             group[field.name.upper()] = _with_lists(field.default)
     return group
 

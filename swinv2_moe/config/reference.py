@@ -1,34 +1,21 @@
-"""Markdown tables of all keys, made from the definitions of the keys and their comments.
+"""Markdown tables of all keys, made from the definitions of the keys.
 
 `swinv2-moe config --markdown` prints them; docs/reference/configuration-keys.md holds the output.
 """
 
-import inspect
 import itertools
 import re
 import textwrap
+from dataclasses import fields
 from math import inf
 
-from moe_core import MoEConfig
-from swinv2_moe.config import sections
-from swinv2_moe.config.checks import choices, ranges
+from moe_core.options import Option, options
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.load import nearest_key
+from swinv2_moe.config.sections import SECTIONS, key_options
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_types
 
-_SECTIONS = {
-    "": (sections.RunConfig,),
-    "CHECKPOINT": (sections.CheckpointConfig,),
-    "DATA": (sections.DataConfig,),
-    "MODEL": (sections.ModelConfig,),
-    "MODEL.MOE": (sections.ExpertsConfig, MoEConfig),
-    "TRAIN": (sections.TrainConfig,),
-    "TRAIN.OPTIMIZER": (sections.OptimizerConfig,),
-    "AUG": (sections.AugmentConfig,),
-    "TEST": (sections.CropConfig,),
-}
-_FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 _HEAD = """\
 # Every configuration key
 
@@ -78,12 +65,13 @@ def describe(prefix: str) -> str:
 
 
 def meanings() -> dict[str, str]:
-    """The meaning of each key, from the comments of the sections' fields and from model types."""
+    """The meaning of each key, of the sections' fields and of model types."""
     by_key = {}
-    for group, classes in _SECTIONS.items():
-        for section in classes:
-            for name, comment in comments(section).items():
-                by_key.setdefault(".".join(filter(None, [group, name.upper()])), comment)
+    for group, section in SECTIONS:
+        names = {field.name for field in fields(section)}
+        for field, option in options(section):
+            key = f"{group}.{field.name.upper()}".lstrip(".")
+            by_key.setdefault(key, _with_keys(option.meaning, names))
     for registered in model_types().values():
         section = registered.section
         for key, meaning in section.meanings.items():
@@ -91,48 +79,34 @@ def meanings() -> dict[str, str]:
     return by_key
 
 
-def comments(section: type) -> dict[str, str]:
-    """The comment of each field of a dataclass. Names of several words in backticks that are fields
-    become keys, in capitals."""
-    by_name = field_comments(inspect.getsource(section))
+def _with_keys(text: str, names: set[str]) -> str:
+    """The text with `names` of several words in backticks as keys, in capitals."""
 
     def as_key(match: re.Match) -> str:
-        if match[1] in by_name:
+        if match[1] in names:
             return match[0].upper()
         return match[0]
 
-    return {name: re.sub(r"`(\w+_\w+)`", as_key, text) for name, text in by_name.items()}
-
-
-def field_comments(source: str) -> dict[str, str]:
-    """The comment of each field in the source of a dataclass: after the field, or on the lines
-    before it."""
-    by_name = {}
-    lines_before = []
-    for line in source.splitlines():
-        if line.startswith("    # "):
-            lines_before.append(line.strip().removeprefix("# "))
-            continue
-        match = _FIELD.match(line)
-        if match:
-            by_name[match[1]] = " ".join(lines_before) or match[2] or ""
-        lines_before = []
-    return by_name
+    return re.sub(r"`(\w+_\w+)`", as_key, text)
 
 
 def _types() -> dict[str, str]:
     """The type of each key's value, or the values that it may have."""
-    allowed = choices()
-    limits = ranges()
+    by_key = dict(key_options())
+    for registered in model_types().values():
+        section = registered.section
+        for name, limits in section.ranges.items():
+            by_key[f"MODEL.{section.name}.{name}"] = Option("", *limits)
     types = {}
     for key, default in flatten(default_config()).items():
         types[key] = type(default).__name__
         if isinstance(default, list):
             types[key] = f"list of {type(default[0]).__name__}"
-        if key in allowed:
-            types[key] = ", ".join(f"`{value}`" for value in allowed[key])
-        elif key in limits:
-            types[key] += _limits_text(*limits[key])
+        option = by_key.get(key)
+        if option is not None and option.choices:
+            types[key] = ", ".join(f"`{value}`" for value in option.allowed())
+        elif option is not None:
+            types[key] += _limits_text(option.least, option.most)
     return types
 
 

@@ -121,5 +121,5 @@ def _values(group: CfgNode) -> dict[str, object]:
 def _with_tuples(value: object) -> object:
     """The value with lists replaced by tuples, also inside of lists."""
     if isinstance(value, list):
-        return tuple(_with_tuples(item) for item in value)
+        return tuple(map(_with_tuples, value))
     return value

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, dataclass, fields
 import pytest
 
 from moe_core import MoEConfig
+from moe_core.options import Option, option, options
 from swinv2_moe.config import (
     PUBLISHED_MOE,
     as_opts,
@@ -13,10 +14,11 @@ from swinv2_moe.config import (
     default_config,
     load_config,
     model_config,
+    reference,
     run_config,
     train_config,
 )
-from swinv2_moe.config.reference import comments, describe
+from swinv2_moe.config.reference import describe
 from swinv2_moe.errors import UserError
 
 EXPERTS = {"MODEL.MOE.NUM_EXPERTS": 4, "MODEL.MOE.BLOCKS": [[], [], [1], []]}
@@ -74,32 +76,19 @@ def test_values_as_opts():
 
 
 @dataclass
-class Commented:
-    """A section.
-
-    key_one: no field, a line of the docstring
-    """
-
-    key_one: int = 1  # behind it
-    # before it, on
-    # two lines, beside `key_one` and `value`
-    key_two: str = "x"
-    # of nothing
-
-    key_three: int = 3
-
-    def method(self) -> None:
-        # inside
-        value: int = 1
-        assert value
+class Described:
+    key_one: int = option(1, "beside `key_two` and `a_value`", least=0)
+    key_two: str = option("x", "a text", choices=("x", "y"))
+    other: int = 3
 
 
-def test_comments_of_fields():
-    assert comments(Commented) == {
-        "key_one": "behind it",
-        "key_two": "before it, on two lines, beside `KEY_ONE` and `value`",
-        "key_three": "",
-    }
+def test_options_of_a_section():
+    assert [field.name for field, _ in options(Described)] == ["key_one", "key_two"]
+    one, two = (each for _, each in options(Described))
+    assert (one.limits(), Option("", 0, 1).limits()) == ("at least 0", "between 0 and 1")
+    assert (two.allowed(), two.limits()) == (("x", "y"), "")
+    assert reference._with_keys(one.meaning, {"key_two"}) == "beside `KEY_TWO` and `a_value`"
+    assert Option("", 0, 1, choices=lambda: ["a"]).allowed() == ["a"]
 
 
 def test_keys_below_a_prefix():

@@ -2,7 +2,6 @@
 nothing is loaded from elsewhere."""
 
 import html
-import inspect
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import moe_core
 import moe_core.parallel
 import swinv2_moe
-from swinv2_moe.config.reference import field_comments
+from moe_core.options import options
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -82,11 +81,12 @@ def test_docstrings_are_in_the_api_pages(site):
 
 def test_every_field_of_a_layers_configuration_is_described(site):
     text = (site / "reference" / "api-moe-core.html").read_text()
-    comments = field_comments(inspect.getsource(moe_core.MoEConfig))
-    for name in (field.name for field in fields(moe_core.MoEConfig)):
+    assert len(options(moe_core.MoEConfig)) == len(fields(moe_core.MoEConfig))
+    for field, option in options(moe_core.MoEConfig):
+        name = field.name
         _, _, entry = text.partition(f'id="moe_core.MoEConfig.{name}"')
         shown = html.unescape(re.sub(r"<[^>]*>", "", entry[:4000]))
-        meaning = comments[name].replace("`", "").split(";")[0]
+        meaning = option.meaning.replace("`", "").split(";")[0]
         assert meaning, name
         assert meaning in " ".join(shown.split()), name
 

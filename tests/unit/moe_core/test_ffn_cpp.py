@@ -10,7 +10,6 @@ import torch
 from ffn_cases import BF16, FP32, MIXED, TOLERANCES, assert_close, by_reference, ffn_inputs, outcome
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.choices import CPU_KERNELS
 from moe_core.ops import ExpertWeights, backend, expert_ffn
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
@@ -18,6 +17,7 @@ from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import FFNInputs
 from moe_core.ops.native import instruction_sets, library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
+from moe_core.options import CPU_KERNELS
 
 OPS = torch.ops.moe_core
 each_dtype = pytest.mark.parametrize("dtypes", [FP32, MIXED, BF16], ids=["fp32", "mixed", "bf16"])

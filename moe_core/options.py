@@ -1,0 +1,74 @@
+"""Options: what a field of a configuration may hold, and what it means.
+
+The fields of `MoEConfig` and of the application's sections are made by `option`. Their default,
+limits, allowed values and meaning stand there alone: checks, command lines and references of keys
+read them. This module does not import torch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+CPU_KERNELS = (
+    "amx",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx2",
+    "neon_bf16",
+    "neon_dotprod",
+    "neon",
+)  # the fastest first
+KERNELS = ("auto", "triton", "torch", *CPU_KERNELS)  # MoEConfig.kernels
+EXCHANGES = ("counted", "static")  # ParallelStrategy.exchange
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field may hold, and what it means.
+
+    Args:
+        meaning: for references; names of fields are in backticks.
+        least, most: the limits of a number, both included.
+        choices: the allowed values, or a function that returns those of the moment; none: any.
+        is_key: whether it is a key of configuration files, or of the dataclass alone.
+    """
+
+    meaning: str
+    least: float = -math.inf
+    most: float = math.inf
+    choices: Collection[str] | Callable[[], Collection[str]] = ()
+    is_key: bool = True
+
+    def allowed(self) -> Collection[str]:
+        """The allowed values; empty: any."""
+        if callable(self.choices):
+            return self.choices()
+        return self.choices
+
+    def limits(self) -> str:
+        """The limits in words: "at least 1", "between 0 and 1"; empty if there are none."""
+        if self.least == -math.inf:
+            return ""
+        if self.most == math.inf:
+            return f"at least {self.least}"
+        return f"between {self.least} and {self.most}"
+
+
+def option(default: Any, meaning: str, **limits: Any) -> Any:
+    """A field of a dataclass. `limits` are the further arguments of `Option`.
+
+    Args:
+        default: the field's default; MISSING: it has none.
+    """
+    return field(default=default, metadata={"option": Option(meaning, **limits)})
+
+
+@functools.cache
+def options(section: type) -> tuple[tuple[Field, Option], ...]:
+    """The fields of a dataclass that `option` made, in their order."""
+    return tuple(
+        (each, each.metadata["option"]) for each in fields(section) if "option" in each.metadata
+    )
