@@ -46,9 +46,9 @@ def field_meanings(source: str) -> dict[str, str]:
             by_name[match[1]] = " ".join(lines_before) or match[2] or ""
         lines_before = []
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
-        call = getattr(node, "value", None)
-        if isinstance(node, ast.AnnAssign) and getattr(call, "func", None) is not None:
-            by_name[node.target.id] = ast.literal_eval(call.args[1])
+        made_by = getattr(getattr(node, "value", None), "func", None)
+        if isinstance(node, ast.AnnAssign) and getattr(made_by, "id", "") == "option":
+            by_name[node.target.id] = ast.literal_eval(node.value.args[1])
     return by_name
 
 
