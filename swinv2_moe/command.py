@@ -144,7 +144,7 @@ def add_opts_argument(
 def split_pairs(words: Sequence[str]) -> list[str]:
     """Alternating keys and values, from `KEY VALUE` and `KEY=VALUE` words. If a key has no value,
     it is the last word."""
-    split = []
+    split: list[str] = []
     for word in words:
         is_key = len(split) % 2 == 0
         if is_key and "=" in word:

@@ -40,8 +40,9 @@ def _no_descriptors() -> str:
 
 
 def _no_processes() -> str:
-    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit == resource.RLIM_INFINITY:
+    number = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limit = str(number)
+    if number == resource.RLIM_INFINITY:
         limit = "unlimited"
     return f"the system allows no more processes or threads (ulimit -u is {limit})"
 

@@ -169,7 +169,7 @@ def _is_encodable(name: str) -> bool:
         return False
 
 
-def check_inner_path(path: object) -> str:
+def check_inner_path(path: Any) -> str:
     """Return `path` if it is a relative path of plain names, which stays below its directory.
 
     Raises:

@@ -6,10 +6,11 @@ list_of(POINT)(value, "points")  # ValueError: points/3/x is 'a', it must be a f
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 from swinv2_moe.files import check_plain_name
 
-Form = Callable[[object, str], None]  # arguments: value and name of its place; raises ValueError
+Form = Callable[[Any, str], None]  # arguments: value and name of its place; raises ValueError
 
 _LARGEST = 2**53  # up to here, every JSON reader represents integers exactly
 _SHOWN = 40  # characters of a wrong value in a message
@@ -29,7 +30,7 @@ def form(what: str, accepts: Callable[[object], bool]) -> Form:
 def list_of(item: Form, length: int | None = None) -> Form:
     """Lists of items of one form; `length` None means any length."""
 
-    def check(value: object, place: str) -> None:
+    def check(value: Any, place: str) -> None:
         LIST(value, place)
         if length is not None and len(value) != length:
             raise ValueError(f"{place} has {len(value)} items, it must have {length}")
@@ -42,7 +43,7 @@ def list_of(item: Form, length: int | None = None) -> Form:
 def object_of(name: Form, item: Form) -> Form:
     """Objects whose names have the form `name` and whose values have the form `item`."""
 
-    def check(value: object, place: str) -> None:
+    def check(value: Any, place: str) -> None:
         OBJECT(value, place)
         for key, inner in value.items():
             name(key, f"a name in {place}")
@@ -54,7 +55,7 @@ def object_of(name: Form, item: Form) -> Form:
 def record(required: dict[str, Form], optional: dict[str, Form] | None = None) -> Form:
     """Objects with the required names; `optional` ones may be missing, others are not checked."""
 
-    def check(value: object, place: str) -> None:
+    def check(value: Any, place: str) -> None:
         OBJECT(value, place)
         for name, inner in (required | (optional or {})).items():
             where = f"{place}/{name}" if place else name
@@ -74,17 +75,17 @@ def or_null(inner: Form) -> Form:
     return check
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     if type(value) is int:
         return abs(value) <= _LARGEST
     return type(value) is float and math.isfinite(value)
 
 
-def is_text(value: object) -> bool:
+def is_text(value: object) -> TypeGuard[str]:
     """Whether the value is text that can be encoded. JSON may contain unpaired surrogates."""
     if not isinstance(value, str):
         return False

@@ -46,11 +46,13 @@ def import_file(name: str) -> None:
             problem = "is not a file"
         raise UserError(f"--import {name}: {problem}")
     module_name = f"imported_{file.stem}"
-    spec = spec_from_loader(module_name, SourceFileLoader(module_name, str(file)))
+    loader = SourceFileLoader(module_name, str(file))
+    spec = spec_from_loader(module_name, loader)
+    assert spec is not None
     module = module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look up their module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         message = one_line(str(error))
         raise UserError(

@@ -78,8 +78,8 @@ def to_svg(figure: "Figure", label: str) -> str:
         axes.tick_params(which="both", color=_INK, labelcolor=_INK)
     for part in figure.findobj(Text):
         part.set_color(_INK)
-    for part in figure.findobj(Spine):
-        part.set_edgecolor(_INK)
+    for spine in figure.findobj(Spine):
+        spine.set_edgecolor(_INK)
     disable_formulas(figure)
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):  # text stays text
@@ -111,7 +111,10 @@ def add_readings(svg: str, axes: "Axes", readings: Sequence[Reading]) -> str:
     The page's style hides elements of class "reading", unless the pointer is over their element of
     class "near".
     """
+    from matplotlib.figure import Figure
+
     figure = axes.figure
+    assert isinstance(figure, Figure)
     width, height = 72 * figure.get_size_inches()  # the units of the <svg>
     to_figure = axes.transData + figure.transFigure.inverted()
     box = axes.get_position()

@@ -79,8 +79,8 @@ def to_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> np
 def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """[B, C, S, S] normalised by `mean` and `std` -> [B, 3, S, S] in 0 to 1."""
     channels = images.shape[1]
-    mean, std = (images.new_tensor(values[:channels]).view(-1, 1, 1) for values in (mean, std))
-    return (images.float() * std + mean).clamp(0, 1).expand(-1, 3, -1, -1)
+    offset, scale = (images.new_tensor(values[:channels]).view(-1, 1, 1) for values in (mean, std))
+    return (images.float() * scale + offset).clamp(0, 1).expand(-1, 3, -1, -1)
 
 
 def paint(photos: np.ndarray, experts: np.ndarray) -> np.ndarray:

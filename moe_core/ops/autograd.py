@@ -58,7 +58,7 @@ def plain_gradients(
 def register_gradient(
     name: str,
     num_differentiable: int,
-    backward: Callable[..., Sequence[Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
     plain: Callable[..., Tensor],
     saved_outputs: Sequence[int] = (),
 ) -> None:
@@ -99,7 +99,9 @@ def register_gradient(
             def function(*differentiable):
                 return (plain(*differentiable, *values[num_differentiable : ctx.num_inputs]),)
 
-            gradients = plain_gradients(function, values[:num_differentiable], needs, [grad])
+            gradients: Sequence[Tensor | None] = plain_gradients(
+                function, values[:num_differentiable], needs, [grad]
+            )
         else:
             gradients = backward(grad, needs, *values)
         pairs = zip(gradients, needs, strict=True)

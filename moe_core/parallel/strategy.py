@@ -88,13 +88,14 @@ class ParallelStrategy:
         """
         values: dict[str, Any] = {}
         for word in text.split():
+            value: int | str = word
             number = re.fullmatch(r"([rdn])=?(\d{1,9})", word)
             if number:
                 name, value = _NUMBERS[number[1]], int(number[2])
             elif word in EXCHANGES:
-                name, value = "exchange", word
+                name = "exchange"
             else:
-                name, value = "all_to_all", word
+                name = "all_to_all"
             if name in values:
                 raise ValueError(f"strategy ({text!r}) has two words for {name}")
             values[name] = value

@@ -16,6 +16,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 
 import argcomplete
 
@@ -76,7 +77,8 @@ def run(name: str) -> None:
     if name in CHOOSE_THREADS and not only_asks:
         choose_threads()
     for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     from swinv2_moe.command import run_command  # here, since --version does not need it
 
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())

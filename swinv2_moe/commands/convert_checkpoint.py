@@ -231,11 +231,11 @@ def run(args: argparse.Namespace) -> None:
             say(f"{args.output}/README.md says how to load and upload it")
     elif args.command == "import":
         names = class_names(args.class_names)
-        source, output = Path(args.source), Path(args.output)
-        notes = import_weights(args.kind, source, output, config, names, args.noise)
+        output = Path(args.output)
+        notes = import_weights(args.kind, Path(args.source), output, config, names, args.noise)
         say(
             *notes,
-            *written([Path(args.output)]),
+            *written([output]),
             f"next: {next_line('evaluate', args.output)} --data DIR",
         )
     else:

@@ -39,7 +39,9 @@ def main() -> None:
     try:
         Path(args.output).write_text("".join(f"{number}\n" for number in numbers))
     except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror.lower()}") from error
+        raise UserError(
+            f"--output {args.output}: {(error.strerror or str(error)).lower()}"
+        ) from error
     say(
         f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row to take"
         " over"

@@ -151,10 +151,11 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.run)
     check_files_exist("PICTURE", args.inputs)
-    from swinv2_moe.predict.predictor import find_pictures, load_predictor
+    from swinv2_moe.data.images import image_paths
+    from swinv2_moe.predict.predictor import load_predictor
     from swinv2_moe.predict.results import as_csv, as_json, shared_folder
 
-    files = find_pictures(args.inputs)
+    files = image_paths(args.inputs)
     folder, names = shared_folder(files)
     if args.annotated:
         check_annotated(Path(args.annotated), files, names)

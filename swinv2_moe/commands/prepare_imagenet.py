@@ -12,8 +12,15 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 
 # Raised by torchvision for missing or damaged archives.
-_DAMAGE = (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError)
-_DAMAGE += (pickle.UnpicklingError,)
+_DAMAGE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
 def main() -> None:

@@ -44,9 +44,10 @@ def main() -> None:
 
     summaries = {}
     for name, (config, continuation) in runs.items():
-        summaries[name] = train(config, resume_command=continuation)
-        if summaries[name] is None:  # the training was told to stop
+        summary = train(config, resume_command=continuation)
+        if summary is None:  # the training was told to stop
             return
+        summaries[name] = summary
     num_experts = runs["moe"][0].MODEL.MOE.NUM_EXPERTS
     show(summaries, f"{num_experts} experts", output)
 

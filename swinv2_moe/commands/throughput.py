@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _choices(allowed: Sequence[str]) -> str:
+def _choices(allowed: Iterable[str]) -> str:
     return f"one or more of {', '.join(allowed)}"
 
 

@@ -98,14 +98,13 @@ def make_shards(data: Path, output: Path) -> None:
 def pretrain(name: str, output: Path, epochs: int, opts: list[str]) -> None:
     keys = ["DATA.DATASET", "shards", "TRAIN.EPOCHS", epochs, "TRAIN.WARMUP_EPOCHS", 1]
     run = output / "pretrained" / name
-    opts = keys + opts + LAST_OPTS[name]
-    run_training(PRETRAIN.format(name), output / "staged", run, opts)
+    all_opts = keys + opts + LAST_OPTS[name]
+    run_training(PRETRAIN.format(name), output / "staged", run, all_opts)
 
 
 def finetune(name: str, data: Path, output: Path, epochs: int, opts: list[str]) -> None:
     keys = ["MODEL.PRETRAINED", output / "pretrained" / name, "TRAIN.EPOCHS", epochs]
-    opts = keys + opts + LAST_OPTS[name]
-    run_training(FINETUNE, data, output / "finetuned" / name, opts)
+    run_training(FINETUNE, data, output / "finetuned" / name, keys + opts + LAST_OPTS[name])
 
 
 def measure_few_shot(name: str, data: Path, output: Path) -> None:

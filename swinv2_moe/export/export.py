@@ -8,7 +8,7 @@ The directory appears after each program has been read back from its file and ag
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ _DATA_KEYS = {"DATA.DATASET", "DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"}
 _COMPARED_BATCH = 8  # if the program accepts any batch size
 
 # milliseconds of each function by round
-Timer = Callable[[dict[str, Callable[[], object]]], dict[str, Sequence[float]]]
+Timer = Callable[[dict[str, Callable[[], object]]], Mapping[str, Sequence[float]]]
 
 
 @dataclass(frozen=True)

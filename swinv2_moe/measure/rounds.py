@@ -4,7 +4,7 @@ import ctypes
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ def synchronize() -> None:
 
 
 def interleaved(
-    alternatives: dict[str, Callable[[], object]],
+    alternatives: Mapping[str, Callable[[], object]],
     rounds: int,
     warmup: int = 2,
     world: World | None = None,
