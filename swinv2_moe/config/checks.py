@@ -21,7 +21,6 @@ from swinv2_moe.model_types import model_section, model_type
 # only lower it.
 _ROUTINGS_OF_KEYS = {
     "TOP_K_SCHEDULE": ("token_choice", "expert_choice"),
-    "CAPACITY_SCHEDULE": ("token_choice", "expert_choice"),
     "CAPACITY_AUTO": ("token_choice",),
 }
 
@@ -121,19 +120,13 @@ def _check_experts(config: CfgNode) -> None:
 
 def _check_routing_schedules(config: CfgNode) -> None:
     moe = config.MODEL.MOE
-    for key in ("TOP_K_SCHEDULE", "CAPACITY_SCHEDULE"):
-        text = moe[key]
-        try:
-            schedule = parse_schedule(text)
-            if schedule and key == "TOP_K_SCHEDULE":
-                schedule.check_top_k(moe.NUM_EXPERTS)
-        except ValueError as error:
-            raise UserError(f"MODEL.MOE.{key} is {text!r}: {error}") from error
-    if moe.CAPACITY_AUTO and moe.CAPACITY_SCHEDULE:
-        raise UserError(
-            f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: MODEL.MOE.CAPACITY_AUTO"
-            " (True) sets the capacity too, switch one of them off"
-        )
+    text = moe.TOP_K_SCHEDULE
+    try:
+        schedule = parse_schedule(text)
+        if schedule:
+            schedule.check_top_k(moe.NUM_EXPERTS)
+    except ValueError as error:
+        raise UserError(f"MODEL.MOE.TOP_K_SCHEDULE is {text!r}: {error}") from error
 
 
 def _check_keys_of_routing(config: CfgNode) -> None:
@@ -153,13 +146,6 @@ def _check_keys_of_routing(config: CfgNode) -> None:
                 f"MODEL.MOE.{key} is {moe[key]!r}: it cannot be used with MODEL.MOE.ROUTER"
                 f" {moe.ROUTER!r}"
             )
-    schedule = parse_schedule(moe.CAPACITY_SCHEDULE)
-    if schedule and routing == "expert_choice" and 0 in schedule.values:
-        raise UserError(
-            f"MODEL.MOE.CAPACITY_SCHEDULE is {moe.CAPACITY_SCHEDULE!r}: 0 means no limit, but with"
-            f" MODEL.MOE.ROUTER {moe.ROUTER!r} the capacity is the number of tokens that an expert"
-            " chooses"
-        )
 
 
 def _check_strategy(config: CfgNode) -> None:

@@ -74,6 +74,10 @@ RETIRED = {
     "MODEL.VIT.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.MLP_RATIO": Retired(4.0, "it is always 4", shapes_weights=True),
     **_STRATEGY_KEYS,
+    "MODEL.MOE.CAPACITY_SCHEDULE": Retired(
+        "", "the factor is MODEL.MOE.CAPACITY_FACTOR throughout, or follows CAPACITY_AUTO"
+    ),
+    "MODEL.MOE.CAPACITY_DROP_SHARE": Retired(0.01, "it is always 0.01"),
     "MODEL.MOE.BALANCE_RATE": Retired(1e-3, "it is always 0.001"),
     "MODEL.MOE.SLOTS_PER_EXPERT": Retired(
         0, "the slots together are as many as the tokens of an image", shapes_weights=True

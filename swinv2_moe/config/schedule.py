@@ -5,14 +5,14 @@ position to the next one; with `linear`, values between two positions are interp
 value holds to the end.
 
     epoch 0:2 10:1                top-2, and top-1 after ten epochs
-    step 0:1.25 5000:2 linear     from 1.25 to 2 in 5,000 steps
+    step 0:4 5000:1 linear        from 4 to 1 in 5,000 steps, rounded where it is used
 """
 
 import itertools
 import math
 from typing import NamedTuple
 
-_FORM = "it must be like 'epoch 0:2 10:1' or 'step 0:1.25 5000:2 linear'"
+_FORM = "it must be like 'epoch 0:2 10:1' or 'step 0:4 5000:1 linear'"
 
 
 class Schedule(NamedTuple):
@@ -52,7 +52,7 @@ def parse_schedule(text: str) -> Schedule | None:
 
     Raises:
         ValueError: the text has another form; the positions do not increase from 0; values are not
-            finite; or linear values reach or cross 0, which as a capacity factor means no limit.
+            finite.
     """
     if not text:
         return None
@@ -78,8 +78,4 @@ def parse_schedule(text: str) -> Schedule | None:
     for earlier, later in itertools.pairwise(positions):
         if later <= earlier:
             raise ValueError(f"position {later:g} must be above {earlier:g}")
-    if is_linear and min(values) <= 0 <= max(values):
-        raise ValueError(
-            "linear values must not reach 0, which means no limit; without 'linear' they may"
-        )
     return Schedule(words[0], positions, values, is_linear)

@@ -263,20 +263,10 @@ class ExpertsConfig:
         "",
         "in training in place of `TOP_K`, such as `epoch 0:2 10:1`; evaluation uses `TOP_K`",
     )
-    capacity_schedule: str = option(
-        "",
-        "in training in place of `CAPACITY_FACTOR`, such as `step 0:1.25 5000:2 linear`",
-    )
     capacity_auto: bool = option(
         False,
         "the capacity factor of each layer follows the loads of the last 16 steps;"
         " `CAPACITY_FACTOR` is that of the first step",
-    )
-    capacity_drop_share: float = option(
-        0.01,
-        "with `CAPACITY_AUTO`: the share of a rank's choices that a layer may drop",
-        least=0,
-        most=0.999,
     )
     eval_batch_prioritized: str = option(
         "same",
@@ -455,8 +445,7 @@ class TrainConfig:
     batch_size: int  # DATA.BATCH_SIZE
     label_smoothing: float  # MODEL.LABEL_SMOOTHING
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
-    # MODEL.MOE.CAPACITY_DROP_SHARE; None: not CAPACITY_AUTO
-    capacity_drop_share: float | None
+    capacity_auto: bool  # MODEL.MOE.CAPACITY_AUTO of a model with experts
     seed: int
     amp_enable: bool
     amp_dtype: str

@@ -54,7 +54,7 @@ def train_config(config: CfgNode) -> sections.TrainConfig:
         batch_size=config.DATA.BATCH_SIZE,
         label_smoothing=config.MODEL.LABEL_SMOOTHING,
         aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
-        capacity_drop_share=_drop_share(config.MODEL.MOE),
+        capacity_auto=config.MODEL.MOE.CAPACITY_AUTO and config.MODEL.MOE.NUM_EXPERTS > 0,
         seed=config.SEED,
         amp_enable=config.AMP_ENABLE,
         amp_dtype=config.AMP_DTYPE,
@@ -99,12 +99,6 @@ def _experts(config: CfgNode) -> sections.ExpertsConfig:
     for name in sections.moe_defaults():
         del values[name]
     return sections.ExpertsConfig(**values, layer=layer_config(config))
-
-
-def _drop_share(moe: CfgNode) -> float | None:
-    if moe.CAPACITY_AUTO and moe.NUM_EXPERTS:
-        return moe.CAPACITY_DROP_SHARE
-    return None
 
 
 def _values(group: CfgNode) -> dict[str, object]:

@@ -23,11 +23,11 @@ CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies
 
 
 class RoutingSchedule:
-    """MODEL.MOE.TOP_K_SCHEDULE, CAPACITY_SCHEDULE and CAPACITY_AUTO of a model.
+    """MODEL.MOE.TOP_K_SCHEDULE and CAPACITY_AUTO of a model.
 
     With CAPACITY_AUTO, the capacity factor of a layer is the largest needed factor of the last
     STEPS steps, over all ranks. The needed factor of a step is the smallest factor that drops at
-    most the given share of a rank's choices. Before the first measurement, CAPACITY_FACTOR is used.
+    most 1% of a rank's choices. Before the first measurement, CAPACITY_FACTOR is used.
 
     Frozen layers and evaluation are not affected.
 
@@ -40,7 +40,6 @@ class RoutingSchedule:
         modules = model.modules()
         self.layers = [m for m in modules if isinstance(m, MoEMlp) and not m.frozen]
         self.top_k_schedule = parse_schedule(config.top_k_schedule)
-        self.capacity_schedule = parse_schedule(config.capacity_schedule)
         self.is_automatic = config.capacity_auto
         # the needed factor of each layer in the last steps; empty without CAPACITY_AUTO
         self.needed: deque[list[float]] = deque(maxlen=STEPS)
@@ -56,7 +55,7 @@ class RoutingSchedule:
             for layer in self.layers:
                 layer.top_k = top_k
             self.current["moe/top_k"] = top_k
-        factors = self._capacity_factors(epoch, step)
+        factors = self._capacity_factors()
         if factors:
             for layer, factor in zip(self.layers, factors, strict=True):
                 layer.capacity_factor = self._for_layer(layer, factor)
@@ -92,10 +91,8 @@ class RoutingSchedule:
         self.needed.clear()
         self.needed.extend(state)
 
-    def _capacity_factors(self, epoch: float, step: int) -> list[float]:
+    def _capacity_factors(self) -> list[float]:
         """The capacity factor of each layer; empty if the layers use the configured one."""
-        if self.capacity_schedule:
-            return [self.capacity_schedule.value(epoch, step)] * len(self.layers)
         if self.needed:
             return [max(factors) for factors in zip(*self.needed, strict=True)]
         return []

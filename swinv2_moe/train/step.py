@@ -28,6 +28,8 @@ from swinv2_moe.train.distributed import StopSignal, World, seed_everything
 from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 
+_DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
+
 _NOISE_DECAY = 0.9  # of the averages over measurements of the noise scale
 
 
@@ -83,7 +85,7 @@ class TrainingStep:
         self.skipped_in_a_row = 0
         # the MoE layers whose needed capacity is measured
         self.measured_layers = []
-        if config.capacity_drop_share is not None:
+        if config.capacity_auto:
             self.measured_layers = list(moe_layers(self.model).values())
 
     @property
@@ -177,8 +179,7 @@ class TrainingStep:
         in this forward pass."""
         if not self.measured_layers:
             return earlier
-        share = self.config.capacity_drop_share
-        factors = [layer.needed_capacity_factor(share) for layer in self.measured_layers]
+        factors = [layer.needed_capacity_factor(_DROP_SHARE) for layer in self.measured_layers]
         return torch.maximum(earlier, torch.stack(factors).float())
 
     def _agree(self, loss: Tensor, needed: Tensor) -> Tensor:

@@ -44,14 +44,12 @@ def test_empty_is_none():
         ("epoch 0:nan", "must be finite"),
         ("epoch 1:2", "first position is 1, it must be 0"),
         ("epoch 0:2 3:1 3:2", "position 3 must be above 3"),
-        ("epoch 0:1.25 3:0 linear", "must not reach 0"),
-        ("epoch 0:1.25 3:-1 linear", "must not reach 0"),
     ],
 )
 def test_a_schedule_that_cannot_be_used(text, message):
     with pytest.raises(UserError, match=message) as error:
-        load_config(None, ["MODEL.MOE.CAPACITY_SCHEDULE", text])
-    assert str(error.value).startswith(f"MODEL.MOE.CAPACITY_SCHEDULE is {text!r}: ")
+        load_config(None, ["MODEL.MOE.TOP_K_SCHEDULE", text])
+    assert str(error.value).startswith(f"MODEL.MOE.TOP_K_SCHEDULE is {text!r}: ")
 
 
 @pytest.mark.parametrize(
@@ -60,10 +58,6 @@ def test_a_schedule_that_cannot_be_used(text, message):
         (["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:1.5"], "1.5 is not a whole number"),
         (["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:0"], "0 is not a whole number"),
         (["MODEL.MOE.TOP_K_SCHEDULE", "step 0:5"], r"5 must be at most .*NUM_EXPERTS \(4\)"),
-        (
-            ["MODEL.MOE.CAPACITY_SCHEDULE", "epoch 0:1", "MODEL.MOE.CAPACITY_AUTO", "true"],
-            r"CAPACITY_AUTO \(True\)",
-        ),
         (
             ["MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:1", "MODEL.MOE.FREEZE", "true"],
             r"MODEL.MOE.FREEZE \(True\)",
@@ -80,12 +74,7 @@ def test_a_schedule_that_cannot_be_used(text, message):
             ["MODEL.MOE.CAPACITY_AUTO", "true", "MODEL.MOE.FREEZE", "true"],
             r"CAPACITY_AUTO is True: with MODEL.MOE.FREEZE \(True\)",
         ),
-        (
-            ["MODEL.MOE.CAPACITY_SCHEDULE", "epoch 0:2 50:0", "MODEL.MOE.ROUTER", "expert_choice"],
-            r"CAPACITY_SCHEDULE is 'epoch 0:2 50:0': 0 means no limit",
-        ),
         (["MODEL.MOE.EVAL_BATCH_PRIORITIZED", "yes"], "allowed: same, always, never"),
-        (["MODEL.MOE.CAPACITY_DROP_SHARE", "1.5"], "between 0 and 0.999"),
     ],
 )
 def test_values_that_contradict(opts, message):
@@ -99,8 +88,8 @@ def test_in_a_file(tmp_path):
     assert load_config(file).MODEL.MOE.TOP_K_SCHEDULE == "epoch 0:2 10:1"
 
 
-def test_the_share_is_for_automatic_capacity_alone():
+def test_a_dense_model_has_no_automatic_capacity():
     auto = ["MODEL.MOE.CAPACITY_AUTO", "true"]
-    assert train_config(load_config(None, EXPERTS)).capacity_drop_share is None
-    assert train_config(load_config(None, auto)).capacity_drop_share is None  # dense
-    assert train_config(load_config(None, EXPERTS + auto)).capacity_drop_share == 0.01
+    assert not train_config(load_config(None, EXPERTS)).capacity_auto
+    assert not train_config(load_config(None, auto)).capacity_auto
+    assert train_config(load_config(None, EXPERTS + auto)).capacity_auto
