@@ -148,10 +148,10 @@ def train(args: argparse.Namespace, config) -> None:
 
 
 def test(args: argparse.Namespace, config) -> None:
-    from swinv2_moe.detection import evaluation, run
+    from swinv2_moe.detection import datasets, run
 
     if args.split == "train":
-        evaluation.test_on_train_images(config)
+        datasets.test_on_train_images(config)
     source = chosen_checkpoint(args)
     say_once(run.use_trained_classes(config, source, ["test"], any_names=True))
     check(config, ["test"])
@@ -178,19 +178,19 @@ def check(config, splits: list[str]) -> None:
 
     The other ranks wait for the main rank when the process group is created.
     """
-    from swinv2_moe.detection import evaluation
+    from swinv2_moe.detection import datasets
 
     if IS_MAIN:
-        for annotations in evaluation.check_datasets(config, splits):
+        for annotations in datasets.check_datasets(config, splits):
             say(annotations, flush=True)
 
 
 def report(metrics: dict, output: str | None) -> None:
-    from swinv2_moe.detection import evaluation
+    from swinv2_moe.detection import datasets
 
     if IS_MAIN:
         if metrics:
-            Console().print(evaluation.table_of(metrics))
+            Console().print(datasets.table_of(metrics))
         else:
             say("no average precision: nothing was validated")
         write_results(output, metrics)

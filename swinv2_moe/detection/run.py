@@ -18,9 +18,8 @@ from torch import nn
 from moe_core import expert_parameters
 from swinv2_moe.config_files import find_config
 from swinv2_moe.detection.annotations import listed
-from swinv2_moe.detection.ground_truth import class_names, coco_datasets
-from swinv2_moe.detection.pth import load_pth, read_pth
-from swinv2_moe.detection.weights import use_windows
+from swinv2_moe.detection.datasets import class_names, coco_datasets
+from swinv2_moe.detection.weights import load_pth, read_pth, use_windows
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.train import checkpoint

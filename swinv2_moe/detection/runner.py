@@ -16,13 +16,18 @@ from mmengine.runner import BaseLoop, Runner
 from torch import nn
 from torch.utils.data import DataLoader
 
-from moe_core import expert_parameters, ignore_experts, moe_layers, prepared
+from moe_core import ignore_experts, prepared
 from swinv2_moe.data.build import Loader
-from swinv2_moe.detection.ground_truth import GroundTruth, use_ground_truth
+from swinv2_moe.detection.datasets import GroundTruth, use_ground_truth
+from swinv2_moe.detection.hooks import TuningHook
 from swinv2_moe.detection.progress import ProgressHook, quiet_console
-from swinv2_moe.detection.pth import load_pth, read_pth
-from swinv2_moe.detection.tuning import TuningHook
-from swinv2_moe.detection.weights import check_preprocessing, use_windows
+from swinv2_moe.detection.weights import (
+    check_preprocessing,
+    load_pth,
+    read_pth,
+    sharded_experts,
+    use_windows,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
 from swinv2_moe.train import checkpoint
@@ -221,11 +226,3 @@ def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
 
     loop.run = run_within
     return loop
-
-
-def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Expert parameters by name if the ranks have different experts, otherwise none."""
-    is_sharded = any(layer.group.size > 1 for layer in moe_layers(model).values())
-    if is_sharded:
-        return expert_parameters(model)
-    return {}

@@ -1,16 +1,18 @@
-"""Load weights that this project has trained into a detector's trunk."""
+"""Load weights that this project has trained into a detector's trunk, and .pth files of detectors
+into detectors."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmengine.logging import MMLogger
+from mmengine.runner.checkpoint import get_torch_safe_globals
 from torch import Tensor, nn
 
-from moe_core import count_experts, moe_layers
+from moe_core import count_experts, expert_parameters, moe_layers
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
 from swinv2_moe.models.positions import set_windows
-from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.models.weight_files import read_torch_file, read_weights, unwrapped
 from swinv2_moe.models.weights import rank_experts
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.initial import TrainedWith, settings_of_weights
@@ -199,3 +201,45 @@ def _without_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return trunk
     heads = ("norm.", "head.")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(heads)}
+
+
+def read_pth(file: str) -> dict:
+    """The content of the file on the CPU: a state dict, or "state_dict" and a training's state.
+
+    Unlike mmengine's reader, this runs no code that the file names. The file's configuration, which
+    mmengine's `resume` would run, is removed.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    content = read_torch_file(Path(file), get_torch_safe_globals())
+    if isinstance(content.get("meta"), dict):
+        content["meta"].pop("config", None)
+    return content
+
+
+def load_pth(model: nn.Module, content: dict, file: str) -> None:
+    """Load the weights of `read_pth`'s result into a model.
+
+    Raises:
+        UserError: the weights do not fit.
+    """
+    state = {name.removeprefix("module."): tensor for name, tensor in unwrapped(content).items()}
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"checkpoint {file} cannot be used: {' '.join(str(error).split())}"
+        ) from error
+    meta = content.get("meta")
+    windows = meta.get("backbone_windows") if isinstance(meta, dict) else None
+    if isinstance(windows, list) and all(type(w) is int and 0 < w <= 4096 for w in windows):
+        use_windows(model.backbone.trunk, windows, f"checkpoint {file}")
+
+
+def sharded_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Expert parameters by name if the ranks have different experts, otherwise none."""
+    is_sharded = any(layer.group.size > 1 for layer in moe_layers(model).values())
+    if is_sharded:
+        return expert_parameters(model)
+    return {}

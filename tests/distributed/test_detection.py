@@ -57,7 +57,7 @@ def bits(tensors) -> torch.Tensor:
 
 
 def check_ranks(rank: int, data: Path, root: Path, expert_parallel: bool) -> None:
-    from swinv2_moe.detection.runner import sharded_experts
+    from swinv2_moe.detection.weights import sharded_experts
 
     work_dir = root / ("sharded" if expert_parallel else "replicated")
     runner = train(rank, config_of(data, work_dir, expert_parallel))

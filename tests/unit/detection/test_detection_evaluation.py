@@ -1,4 +1,4 @@
-"""swinv2_moe.detection.evaluation: the data sets of a configuration, and the metric that they are
+"""swinv2_moe.detection.datasets: the data sets of a configuration, and the metric that they are
 measured with."""
 
 import contextlib
@@ -24,8 +24,12 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from swinv2_moe.detection.evaluation import check_datasets, table_of, test_on_train_images
-from swinv2_moe.detection.ground_truth import use_ground_truth
+from swinv2_moe.detection.datasets import (
+    check_datasets,
+    table_of,
+    test_on_train_images,
+    use_ground_truth,
+)
 from swinv2_moe.detection.runner import MoERunner
 from swinv2_moe.detection.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.errors import UserError

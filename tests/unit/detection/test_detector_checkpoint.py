@@ -236,7 +236,7 @@ def test_the_configuration_in_a_pth_is_not_run(data, exported, tmp_path):
     "content", ["", "null", '{"score": "high"}', '{"score": NaN}', "[" * 100_000]
 )
 def test_a_damaged_record_of_the_best(content, tmp_path):
-    from swinv2_moe.detection.store import _best_score
+    from swinv2_moe.detection.hooks import _best_score
 
     warnings = []
     runner = SimpleNamespace(logger=SimpleNamespace(warning=warnings.append))

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from swinv2_moe.command import run_command
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection import run
-from swinv2_moe.detection.tuning import TuningHook
+from swinv2_moe.detection.hooks import TuningHook
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import checkpoint
 

@@ -1,4 +1,4 @@
-"""Save a detector's training in the per-expert store."""
+"""Hooks of mmengine's runner: checkpoints in the per-expert store, and the tuners of MoE layers."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,13 @@ from mmengine.runner import Runner
 
 from moe_core import moe_layers, strategy_decisions
 from swinv2_moe.config import CheckpointConfig
-from swinv2_moe.detection.runner import sharded_experts
+from swinv2_moe.detection.weights import sharded_experts
 from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import optimizer_sections
 from swinv2_moe.train.saver import Saver
+from swinv2_moe.train.schedules import Tuning
 
 _RECORD = record({"score": NUMBER})
 _MAX_RECORD = 1 << 20  # bytes
@@ -151,3 +152,36 @@ def _plain(values: dict) -> dict:
     return {
         key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)
     }
+
+
+class TuningHook(Hook):
+    """Checks the tuners' decided strategies every few iterations, and logs what they decide.
+
+    Forward times go to the visualizer as `strategy_ms/...`. It does nothing unless the backbone's
+    `expert_strategy` is "auto" on several processes.
+    """
+
+    def before_run(self, runner: Runner) -> None:
+        self.tuning = Tuning(runner.detector)
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch=None, outputs=None
+    ) -> None:
+        self._record(runner, self.tuning.after_step(runner.iter + 1))
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        self._record(runner, self.tuning.take_events())
+
+    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        self._record(runner, self.tuning.take_events())
+
+    def _record(self, runner: Runner, events: list[dict]) -> None:
+        for event in events:
+            if event["event"] == "time":
+                name = f"strategy_ms/{event['layers']}"
+                runner.visualizer.add_scalar(name, event["ms"], runner.iter + 1)
+            else:
+                runner.logger.info(
+                    f"{event['layers']}: {event['event']}: {event['from']} -> {event['to']},"
+                    f" {event['ms']} ms"
+                )
