@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from swinv2_moe.detection import registry  # first: it reports missing packages in one line
@@ -159,8 +159,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
             runner.logger.info(f"imported {file}")
-        with closing(runner.progress):
-            runner.train()
+        runner.train()
         scalars = runner.message_hub.log_scalars
         return {
             name.removeprefix("val/"): scalars[name].current()
@@ -178,9 +177,7 @@ def test(config: Config, source: str) -> dict[str, float]:
     config.load_from, config.resume = source, False
     use_trained_classes(config, source, ["test"], any_names=True)
     with _world(config):
-        runner = MoERunner.from_cfg(config)
-        with closing(runner.progress):
-            return runner.test()
+        return MoERunner.from_cfg(config).test()
 
 
 @contextmanager

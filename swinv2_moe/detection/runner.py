@@ -1,14 +1,18 @@
 """mmengine's runner with checkpoints of the per-expert store and distributed experts."""
 
+import logging
 import os
 from pathlib import Path
 
+import pycocotools.coco
 import torch
 import torch.distributed as dist
 from mmdet.datasets import CocoDataset
+from mmdet.datasets.api_wrappers import coco_api
 from mmengine.device import get_device
 from mmengine.dist import broadcast
 from mmengine.evaluator import Evaluator
+from mmengine.hooks import logger_hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.registry import RUNNERS
@@ -20,7 +24,6 @@ from moe_core import ignore_experts, prepared
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.datasets import GroundTruth, use_ground_truth
 from swinv2_moe.detection.hooks import TuningHook
-from swinv2_moe.detection.progress import ProgressHook, quiet_console
 from swinv2_moe.detection.weights import (
     check_preprocessing,
     load_pth,
@@ -30,11 +33,14 @@ from swinv2_moe.detection.weights import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
+from swinv2_moe.output import printable
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import check_detector
 from swinv2_moe.train.optim import restore_optimizer
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 @RUNNERS.register_module()
@@ -100,12 +106,11 @@ class MoERunner(Runner):
     def register_hooks(self, default_hooks=None, custom_hooks=None) -> None:
         super().register_hooks(default_hooks, custom_hooks)
         self.register_hook(TuningHook())
-        self.progress = ProgressHook()
-        self.register_hook(self.progress)
 
     def build_logger(self, *args, **kwargs) -> MMLogger:
         logger = super().build_logger(*args, **kwargs)
         quiet_console(logger)
+        logger.info(f"log of mmengine: {self.log_dir}")
         return logger
 
     def build_train_loop(self, loop) -> BaseLoop:
@@ -214,6 +219,35 @@ class MoERunner(Runner):
         windows = self.detector.backbone.trunk.position_windows()
         kwargs["meta"] = (kwargs.get("meta") or {}) | {"backbone_windows": windows}
         super().save_checkpoint(*args, **kwargs)
+
+
+def quiet_console(logger: logging.Logger) -> None:
+    """Show warnings, LoggerHook's lines and this package's at the terminal.
+
+    The log's file has everything, as mmengine's report of its environment and configuration.
+    COCO's readers print while they make an index, and have no option to prevent it.
+    """
+    for module in (pycocotools.coco, coco_api):
+        vars(module)["print"] = _print_nothing
+    for handler in logger.handlers:
+        handler.addFilter(_escape)
+        if type(handler) is logging.StreamHandler:
+            handler.addFilter(_is_shown)
+
+
+def _print_nothing(*words: object) -> None:
+    pass
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage(), keep="\n"), None
+    return True
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    is_ours = Path(record.pathname).is_relative_to(_PACKAGE)
+    is_progress = record.pathname == logger_hook.__file__
+    return is_ours or is_progress or record.levelno >= logging.WARNING
 
 
 def run_prepared(loop: BaseLoop, model: nn.Module) -> BaseLoop:
