@@ -1,18 +1,21 @@
 """Draw the detections in images, and the experts of their patches.
 
-H x W pixels, h x w tokens, E experts
+H x W pixels, h x w tokens, S scale, E experts
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from mmdet.structures import DetDataSample
 from mmdet.utils import get_test_pipeline_cfg
+from mmdet.visualization import DetLocalVisualizer
 from mmengine.config import Config
 from mmengine.dataset import Compose
+from mmengine.structures import InstanceData
 from torch import nn
 
 from moe_core import moe_layers, prepared
@@ -20,6 +23,7 @@ from swinv2_moe.data.images import decode, image_paths, read_file, to_mode
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
+from swinv2_moe.output import printable
 from swinv2_moe.plots import new_figure, save_png
 from swinv2_moe.routing_pictures import expert_legend, paint
 from swinv2_moe.train.routing import record_choices
@@ -29,17 +33,7 @@ if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
 
 _WIDTH = 6.0  # inches of the photograph with its boxes
-_LUMINANCE = np.array([0.299, 0.587, 0.114])  # Rec. 601
-
-
-@dataclass
-class Detections:
-    """Detections in one image, the highest score first."""
-
-    boxes: np.ndarray  # [N, 4] left, top, right, bottom in pixels
-    masks: np.ndarray  # bool [N, H, W]; [0, H, W] of a detector without masks
-    labels: np.ndarray  # int64 [N]
-    scores: np.ndarray  # [N]
+_SIDE = 640  # pixels; a photograph with less is drawn enlarged
 
 
 def show(
@@ -96,16 +90,12 @@ def _pipeline(config: Config) -> list[dict]:
 @torch.inference_mode()
 def _look(
     detector: nn.Module, pipeline: Compose, photo: np.ndarray, threshold: float
-) -> tuple[Detections, dict[str, np.ndarray]]:
+) -> tuple[InstanceData, dict[str, np.ndarray]]:
     """The detections in the photograph, and each MoE layer's first choices, int64 [h, w]."""
     data = pipeline({"img": photo[..., ::-1], "img_id": 0})
     data = {"inputs": [data["inputs"]], "data_samples": [data["data_samples"]]}
     instances = detector.test_step(data)[0].pred_instances
-    instances = instances[instances.scores >= threshold].cpu().numpy()
-    masks = np.zeros((0,) + photo.shape[:2], bool)
-    if "masks" in instances:
-        masks = instances.masks
-    detections = Detections(instances.bboxes, masks, instances.labels, instances.scores)
+    detections = instances[instances.scores >= threshold].cpu()
     if not moe_layers(detector):
         return detections, {}
     pixels = detector.data_preprocessor(data)["inputs"]
@@ -116,12 +106,13 @@ def _look(
 
 
 def draw(
-    photo: np.ndarray, detections: Detections, experts: dict[str, np.ndarray], meta: dict
+    photo: np.ndarray, detections: InstanceData, experts: dict[str, np.ndarray], meta: dict
 ) -> "Figure":
     """The photograph with its detections, and its patches in the colours of their experts.
 
     Args:
-        photo: uint8 [H, W, 3].
+        photo: uint8 [H, W, 3], RGB.
+        detections: boxes, labels, scores and, of a detector with masks, masks.
         experts: experts of the patches, int64 [h, w], by MoE layer.
         meta: names and colours of the classes.
     """
@@ -134,49 +125,36 @@ def draw(
         inches += 0.4  # for the legend
     figure = new_figure(_WIDTH * (1 + columns / rows), inches)
     grid = figure.add_gridspec(rows, 1 + columns, width_ratios=[rows] + [1] * columns)
-    _draw_objects(figure.add_subplot(grid[:, 0]), photo, detections, meta)
+    axes = figure.add_subplot(grid[:, 0])
+    _picture(axes, draw_objects(photo, detections, meta), f"{len(detections)} objects")
     for number, (name, ids) in enumerate(experts.items()):
         axes = figure.add_subplot(grid[number // columns, 1 + number % columns])
-        _draw_experts(axes, photo, ids, block_name(name.removeprefix("backbone.trunk.")))
+        title = block_name(name.removeprefix("backbone.trunk."))
+        _picture(axes, paint(photo[None], ids[None])[0], title)
     if experts:
         expert_legend(figure, 1 + max(int(ids.max()) for ids in experts.values()))
     return figure
 
 
-def _draw_objects(axes: "Axes", photo: np.ndarray, detections: Detections, meta: dict) -> None:
-    from matplotlib.patches import Rectangle
-
-    colours = np.asarray(meta["palette"])[detections.labels].reshape(-1, 3) / 255
-    picture = photo / 255
-    for mask, colour in zip(detections.masks, colours, strict=False):
-        picture[mask] = (picture[mask] + colour) / 2
-    _picture(axes, picture, f"{len(detections.scores)} objects")
-    for box, label, score, colour in zip(
-        detections.boxes, detections.labels, detections.scores, colours, strict=True
-    ):
-        left, top, right, bottom = box
-        size = (right - left, bottom - top)
-        axes.add_patch(
-            Rectangle((left, top), size[0], size[1], fill=False, edgecolor=colour, linewidth=1.5)
-        )
-        text = f"{meta['classes'][label]} {score:.2f}"
-        text_colour = "white" if colour @ _LUMINANCE < 0.6 else "black"
-        alignment = "bottom" if top > 0.05 * len(photo) else "top"  # inside the picture
-        background = {"facecolor": colour, "edgecolor": "none", "pad": 1}
-        axes.text(
-            left,
-            top,
-            text,
-            fontsize=8,
-            color=text_colour,
-            verticalalignment=alignment,
-            bbox=background,
-            clip_on=True,
-        )
-
-
-def _draw_experts(axes: "Axes", photo: np.ndarray, ids: np.ndarray, name: str) -> None:
-    _picture(axes, paint(photo[None], ids[None])[0], name)
+def draw_objects(photo: np.ndarray, detections: InstanceData, meta: dict) -> np.ndarray:
+    """The photograph with boxes, masks, classes and scores in percent, uint8 [S * H, S * W, 3]. S
+    enlarges small photographs, so that the text is readable. Arguments as of `draw`."""
+    scale = max(1, _SIDE // max(photo.shape[:2]))
+    enlarged = InstanceData(labels=detections.labels, scores=detections.scores)
+    enlarged.bboxes = detections.bboxes * scale
+    if "masks" in detections:
+        masks = detections.masks
+        enlarged.masks = masks.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+    visualizer = DetLocalVisualizer(line_width=2, alpha=0.5)
+    # a $ would begin a formula of matplotlib
+    names = [printable(name).replace("$", r"\$") for name in meta["classes"]]
+    visualizer.dataset_meta = {"classes": names, "palette": meta["palette"]}
+    sample = DetDataSample(pred_instances=enlarged)
+    photo = photo.repeat(scale, 0).repeat(scale, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a text reaches over the edge
+        visualizer.add_datasample("", photo, sample, draw_gt=False, pred_score_thr=-1)
+    return visualizer.get_image()
 
 
 def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:

@@ -5,24 +5,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 pytest.importorskip("mmdet")
 
+from mmengine.structures import InstanceData
+
 from swinv2_moe.data.images import image_paths
-from swinv2_moe.detection.show import Detections, _names, _read, draw
+from swinv2_moe.detection.show import _names, _read, draw, draw_objects
 from swinv2_moe.errors import UserError
 from swinv2_moe.routing_pictures import paint
 
 META = {"classes": ("cat", "dog"), "palette": [(255, 0, 0), (0, 0, 255)]}
-NO_MASKS = np.zeros((0, 60, 80), bool)
-NOTHING = Detections(np.zeros((0, 4)), NO_MASKS, np.zeros(0, np.int64), np.zeros(0))
+NOTHING = InstanceData(
+    bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long), scores=torch.zeros(0)
+)
 
 
-def one_dog() -> Detections:
-    mask = np.zeros((1, 60, 80), bool)
+def one_dog() -> InstanceData:
+    mask = torch.zeros(1, 60, 80, dtype=torch.bool)
     mask[0, 20:40, 30:60] = True
-    return Detections(np.array([[28.0, 18, 62, 42]]), mask, np.array([1]), np.array([0.87]))
+    return InstanceData(
+        bboxes=torch.tensor([[28.0, 18, 62, 42]]),
+        masks=mask,
+        labels=torch.tensor([1]),
+        scores=torch.tensor([0.87]),
+    )
 
 
 def panels(figure) -> list:
@@ -32,14 +41,24 @@ def panels(figure) -> list:
 def test_draws_the_object_where_it_is() -> None:
     photo = np.full((60, 80, 3), 100, np.uint8)
     (axes,) = panels(draw(photo, one_dog(), {}, META))
-    pixels = np.asarray(axes.images[0].get_array())
-    assert pixels.shape == (60, 80, 3)
-    np.testing.assert_allclose(pixels[30, 45], (np.array([100, 100, 100]) / 255 + [0, 0, 1]) / 2)
-    np.testing.assert_allclose(pixels[5, 5], 100 / 255)
-    (box,) = axes.patches
-    assert (box.get_xy(), box.get_width(), box.get_height()) == ((28, 18), 34, 24)
-    assert [text.get_text() for text in axes.texts] == ["dog 0.87"]
+    assert axes.get_title() == "1 objects"
+    pixels = np.asarray(axes.images[0].get_array()).astype(int)
+    assert pixels.shape == (8 * 60, 8 * 80, 3)
+    red, _, blue = pixels[8 * 30, 8 * 62]  # on the box
+    assert blue > 180 > 60 > red
+    pixels = pixels[4::8, 4::8]
+    mask = pixels[25:38, 32:58]  # below the text; mmdetection varies the colours of masks
+    assert (mask != 100).any(2).all()
+    assert (pixels[48:] == 100).all()
+    assert (pixels[:, 72:] == 100).all()
     assert (photo == 100).all()
+
+
+def test_any_name_of_a_class_is_text() -> None:
+    photo = np.full((60, 80, 3), 100, np.uint8)
+    for name in ("$", "$a$", "$^$", "a\x1b[2J\nb"):
+        picture = draw_objects(photo, one_dog(), META | {"classes": ("cat", name)})
+        assert picture.shape == (8 * 60, 8 * 80, 3)
 
 
 def test_draws_experts_in_their_colours_over_the_whole_image() -> None:
