@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("classes", help="the classes to come, likewise")
     parser.add_argument("--output", required=True, metavar="FILE")
     args = parser.parse_args()
-    from swinv2_moe.class_names import NO_CLASS, map_classes
-    from swinv2_moe.data.prepare.class_maps import class_names
+    from swinv2_moe.data.classes import NO_CLASS, class_names, map_classes
 
     names = class_names(args.classes)
     numbers = map_classes(class_names(args.pretrained), names)

@@ -61,8 +61,7 @@ def main() -> None:
     if bool(args.pretrain) != bool(args.transfer):
         parser.error("give both --pretrain and --transfer, or none of them")
     check_opts(args.opts)
-    from swinv2_moe.data.prepare.digit_folders import write_digit_folders
-    from swinv2_moe.data.unpack import image_folder
+    from swinv2_moe.data.prepare.folders import image_folder, write_digit_folders
 
     output = Path(args.output)
     if args.pretrain:

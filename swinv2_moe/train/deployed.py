@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_core import MoEConfig
-from swinv2_moe.class_names import are_numbers, match_classes
 from swinv2_moe.config import (
     AllSections,
     DataConfig,
@@ -26,6 +25,7 @@ from swinv2_moe.config import (
     resolve_batch_size,
     run_config,
 )
+from swinv2_moe.data.classes import are_numbers, match_classes
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.data.sources.base import relabelled
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS

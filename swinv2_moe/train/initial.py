@@ -18,7 +18,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from swinv2_moe.class_names import match_classes
 from swinv2_moe.config import (
     AllSections,
     ModelConfig,
@@ -29,6 +28,7 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.config.checks import check_config
+from swinv2_moe.data.classes import match_classes
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.model_types import model_section, model_type
 from swinv2_moe.models import MoEModel, build_model, load_dense

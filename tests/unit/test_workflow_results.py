@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch, capsys):
         (tmp_path / name).write_text(json.dumps(content))
     for name in ("run_tool", "run_training"):
         monkeypatch.setattr(f"swinv2_moe.commands.workflow.{name}", lambda *args: None)
-    monkeypatch.setattr("swinv2_moe.data.unpack.image_folder", lambda data, target: data)
+    monkeypatch.setattr("swinv2_moe.data.prepare.folders.image_folder", lambda data, target: data)
     workflow = command("workflow", monkeypatch, capsys)
     return lambda: workflow("--pretrain", "a", "--transfer", "b", "--output", tmp_path)
 

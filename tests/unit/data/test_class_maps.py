@@ -5,8 +5,7 @@ import json
 import pytest
 from tool_cases import command
 
-from swinv2_moe.class_names import map_classes
-from swinv2_moe.data.prepare.class_maps import class_names
+from swinv2_moe.data.classes import class_names, map_classes
 from swinv2_moe.errors import UserError
 
 # The first lines of the map that Swin-Transformer publishes (data/map22kto1k.txt).

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data import build_data, lists
-from swinv2_moe.data.sources import load_sources
+from swinv2_moe.data import build_data
+from swinv2_moe.data.sources import listed, load_sources
 
 
 def refusal(config, rank=0, world_size=1) -> str:
@@ -340,7 +340,7 @@ def test_a_list_that_is_a_pipe_or_a_device(list_config, tmp_path):
 
 
 def test_a_list_with_one_path_that_would_make_all_of_them_long(list_config, monkeypatch):
-    monkeypatch.setattr(lists, "_SMALL", 1000)
+    monkeypatch.setattr(listed, "_SMALL", 1000)
     lines = [f"train/cat/{i}.png 0\ntrain/dog/{i}.png 1\n" for i in range(4)] * 100
     assert len(load_sources(data_config(list_config("".join(lines)))).train) == 800
     message = refusal(list_config("".join([*lines, "./" * 2000 + "train/cat/0.png 0\n"])))

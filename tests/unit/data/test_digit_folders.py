@@ -3,14 +3,14 @@
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from swinv2_moe.data.prepare import digit_folders
-from swinv2_moe.data.prepare.digit_folders import write_digit_folders
+from swinv2_moe.data.prepare import folders as module
+from swinv2_moe.data.prepare.folders import write_digit_folders
 
 
 def test_two_folders_with_other_classes_and_every_digit_once(tmp_path, monkeypatch):
     digits = load_digits()
     digits.images, digits.target = digits.images[:250], digits.target[:250]
-    monkeypatch.setattr(digit_folders, "load_digits", lambda: digits)
+    monkeypatch.setattr(module, "load_digits", lambda: digits)
     folders = write_digit_folders(tmp_path)
     classes, names = [], []
     for folder in folders:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from swinv2_moe.data.classes import class_names
 from swinv2_moe.data.images import NOT_DECODED, SUFFIXES, image_paths
-from swinv2_moe.data.prepare.class_maps import class_names
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 

@@ -16,13 +16,13 @@ from PIL import Image
 from shard_cases import OPTIONS, SOURCES, edit_index
 
 from swinv2_moe import files
+from swinv2_moe.data.classes import class_names
 from swinv2_moe.data.datasets import read_image
-from swinv2_moe.data.prepare.class_maps import class_names
+from swinv2_moe.data.prepare.folders import image_folder
 from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import make_shards
 from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import MEMBER, load_shards
-from swinv2_moe.data.unpack import image_folder
 
 pytestmark = pytest.mark.timeout(300)  # pipes and devices would be read for ever
 

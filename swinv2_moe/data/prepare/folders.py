@@ -1,4 +1,5 @@
-"""Folders of images that come as one tar."""
+"""Folders of images for the workflow: unpacked from a tar, or made from the digits of scikit-learn,
+one folder for pretraining and one for transfer."""
 
 import lzma
 import shutil
@@ -6,14 +7,22 @@ import tarfile
 import zlib
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+
 from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.files import make_directory
 
 # Raised by tarfile and the decompressors for damaged content,
 _DAMAGE = (tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError)
 # and by tarfile for names and numbers that cannot be parsed.
 _DAMAGE += (ArithmeticError, LookupError, RecursionError, ValueError)
+_SIDE = 64  # pixels
+_MAX_VALUE = 16  # largest grey value of the digits
+_PRETRAIN = range(5)  # the digits of the first folder; the others go to the second
 
 
 def image_folder(data: Path, target: Path) -> Path:
@@ -52,3 +61,35 @@ def _checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
     if member.issym():
         raise tarfile.TarError(f"{member.name!r} is a symbolic link")
     return tarfile.data_filter(member, path)
+
+
+def write_digit_folders(directory: Path) -> tuple[Path, Path]:
+    """Write the digits 0 to 4 to `pretrain` and 5 to 9 to `transfer`, both with train/ and val/.
+
+    Each digit has its own colour, on a dark background of another colour. Every fifth image is for
+    validation. Complete folders are kept.
+
+    Raises:
+        UserError: the folders cannot be written.
+    """
+    folders = directory / "pretrain", directory / "transfer"
+    complete = directory / "complete"
+    if complete.exists():
+        return folders
+    digits = load_digits()
+    rng = np.random.default_rng(0)
+    colours = rng.integers(100, 256, (len(digits.images), 3))
+    grounds = rng.integers(0, 80, (len(digits.images), 3))
+    for index, (grey, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        folder = folders[0] if digit in _PRETRAIN else folders[1]
+        split = "train"
+        if index % 5 == 0:
+            split = "val"
+        ink = (grey / _MAX_VALUE)[:, :, None]  # [8, 8, 1]
+        pixels = ink * colours[index] + (1 - ink) * grounds[index]
+        image = Image.fromarray(pixels.astype(np.uint8)).resize((_SIDE, _SIDE), Image.BICUBIC)
+        class_folder = folder / split / str(digit)
+        make_directory(class_folder)
+        image.save(class_folder / f"{index:04d}.png")
+    complete.touch()
+    return folders
