@@ -24,7 +24,6 @@ from swinv2_moe.command import (
     add_opts_argument,
     next_line,
 )
-from swinv2_moe.convert.kinds import EXPORTS, IMPORTS
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import say
@@ -33,6 +32,9 @@ from swinv2_moe.tables import Console, number_table
 if TYPE_CHECKING:
     from swinv2_moe.convert.summary import Summary
 
+# kinds of files
+IMPORTS = ("swin-moe", "tutel", "single", "dense")
+EXPORTS = ("swin-moe", "tutel", "single", "hub")
 _MAX_NAMES_BYTES = 1 << 26
 _MOST_FILES = 6  # names in a line
 

@@ -27,7 +27,14 @@ from swinv2_moe.command import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist, check_run
 from swinv2_moe.output import say
-from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, Prediction
+from swinv2_moe.predict.prediction import (
+    BATCH_SIZE,
+    TOP_K,
+    Prediction,
+    as_csv,
+    as_json,
+    shared_folder,
+)
 from swinv2_moe.tables import Bar, Console, number_table
 
 if TYPE_CHECKING:  # importing torch takes seconds
@@ -153,7 +160,6 @@ def main() -> None:
     check_files_exist("PICTURE", args.inputs)
     from swinv2_moe.data.images import image_paths
     from swinv2_moe.predict.predictor import load_predictor
-    from swinv2_moe.predict.results import as_csv, as_json, shared_folder
 
     files = image_paths(args.inputs)
     folder, names = shared_folder(files)
