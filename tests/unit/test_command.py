@@ -63,6 +63,7 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
 
 
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])  # the script is looked up
     for name, started, line in (
         ("../tools/train.py", ".venv/bin/python ../tools/train.py", "../tools/few_shot.py"),
         ("swinv2-moe train", "python3 -m swinv2_moe train", "-m swinv2_moe few-shot"),
