@@ -70,8 +70,8 @@ _FAULTS = (
     _Fault(
         r"DataLoader worker[^\n]*is killed by signal",
         "a data worker crashed",
-        "a library that decodes pictures is a common reason; DATA.CHECK_FILES True reads every"
-        " file before the first step",
+        "a library that decodes pictures is a common reason; `train --check-files` reads every"
+        " image before the first step",
     ),
     _Fault(
         r"No space left|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|File too large",

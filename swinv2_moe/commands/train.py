@@ -58,6 +58,12 @@ def main() -> None:
         metavar="auto|none",
         help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
     )
+    parser.add_argument(
+        "--check-files",
+        action="store_true",
+        help="before the first step, read every image and list those that cannot be read; takes as"
+        " long as reading the images of an epoch",
+    )
     args = parser.parse_args()
     if args.run:
         continue_run(args)
@@ -74,7 +80,7 @@ def main() -> None:
     from swinv2_moe.train import train
 
     began = psutil.Process().create_time()
-    summary = train(config, args.resume, continuation, args.bind, began)
+    summary = train(config, args.resume, continuation, args.bind, began, args.check_files)
     if is_main and summary:
         say(
             f"next: {next_line('report', config.OUTPUT)}",

@@ -68,6 +68,7 @@ RETIRED = {
     "TELEMETRY_SECONDS": Retired(5.0, "the machine is read every 5 seconds"),
     "DATA.PIN_MEMORY": Retired(True, "batches for a GPU are always pinned"),
     "DATA.MAX_PIXELS": Retired(120_000_000, "images beyond 120 million pixels are unreadable"),
+    "DATA.CHECK_FILES": Retired(False, "`train --check-files` reads every image first"),
     "MODEL.DROP_RATE": Retired(0.0, "there is no dropout before the classifier"),
     "MODEL.ATTN_DROP_RATE": Retired(0.0, "there is no dropout of attention weights"),
     "MODEL.SWINV2.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),

@@ -198,11 +198,6 @@ class DataConfig:
         least=0,
         most=1,
     )
-    check_files: bool = option(
-        False,
-        "before the first step, read every image and list those that cannot be read; takes as"
-        " long as reading the images of an epoch",
-    )
 
     augment: AugmentConfig
     test: CropConfig

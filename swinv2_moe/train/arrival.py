@@ -5,7 +5,7 @@ of each node copies, in a thread. With several nodes, one node reads a shard fro
 sends it to the others. The order of the images does not change: reading an image waits until its
 shard has arrived. The shards are copied in the order of their first use.
 
-DATA.CHECK_FILES: every image is read before the first step.
+`train --check-files`: every image is read before the first step.
 """
 
 import contextlib
@@ -83,13 +83,18 @@ def read_staging(data_path: str) -> Staging | None:
 
 
 def load_data(
-    config: DataConfig, world: World, start: Checkpoint | None, stack: ExitStack
+    config: DataConfig,
+    world: World,
+    start: Checkpoint | None,
+    stack: ExitStack,
+    check_images: bool = False,
 ) -> tuple[Data, Staging | None]:
     """The data, and the record of an earlier staging.
 
     Args:
         start: the checkpoint that the run continues from.
         stack: an exit stack, which ends the staging that DATA.STAGE asks for.
+        check_images: whether to read every image now.
 
     Raises:
         UserError: on every rank, if the data cannot be used on any rank; also what
@@ -113,7 +118,7 @@ def load_data(
     train_images = data.train_loader.dataset.source
     val_images = data.val_loader.dataset.source
     check_same_data(config.path, world, train_images, val_images, data.class_names)
-    if config.check_files:
+    if check_images:
         check_files(config, data, world)
     return data, staging
 

@@ -53,6 +53,7 @@ def train(
     resume_command: str = 'train(config, resume="auto")',
     bind: str = "auto",
     began: float | None = None,
+    check_images: bool = False,
 ) -> dict | None:
     """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
@@ -63,6 +64,7 @@ def train(
         resume_command: the command that continues a stopped run, for a message to the user.
         bind: "auto" binds each rank to the NUMA node of its GPU, "none" does not.
         began: when the program began, in seconds since 1970; None: now.
+        check_images: read every image before the first step and list those that cannot be read.
 
     Returns:
         The summary; None if the run was told to stop before its end.
@@ -82,7 +84,8 @@ def train(
     ):
         # before data workers start, because they inherit the CPUs
         placement = stack.enter_context(bound_to_node(bind, world.device))
-        check_same_start(flatten(config) | {"--resume": resume}, world)
+        options = {"--resume": resume, "--check-files": check_images}
+        check_same_start(flatten(config) | options, world)
         placements = world.gather(placement)
         world.everywhere(lambda: _check_packages(run, world))
         config = resolve_batch_size(config, world.size)
@@ -91,7 +94,7 @@ def train(
         source = starting_point(root, resume, all_sections(config), world)
         config, taken_over = as_trained(config, source, world)
         sections, amp_note = without_slow_amp(all_sections(config), world)
-        data, staging = load_data(sections.data, world, source, stack)
+        data, staging = load_data(sections.data, world, source, stack, check_images)
         trainer = _build_trainer(sections, world, data, source, phases)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
@@ -100,10 +103,7 @@ def train(
         first_lines += taken_over + amp_note
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
-        recorder = stack.enter_context(
-            closing(Recorder(root, world, trainer.progress.step, run.event_log, run.tracker))
-        )
-        stack.enter_context(recorder.engine_log())
+        recorder = _open_recorder(root, trainer, stack)
         if not was_finished:  # a finished run keeps its configuration and its summary
             recorder.config(sections.yaml)
         recorder.say(*first_lines)
@@ -139,6 +139,14 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
             f"checkpoint {source.directory} has done all steps; to go on from it in {root}, raise"
             " TRAIN.EPOCHS or TRAIN.MAX_STEPS"
         )
+
+
+def _open_recorder(root: Path, trainer: Trainer, stack: ExitStack) -> Recorder:
+    run, step = trainer.config.run, trainer.progress.step
+    recorder = Recorder(root, trainer.world, step, run.event_log, run.tracker)
+    stack.enter_context(closing(recorder))
+    stack.enter_context(recorder.engine_log())
+    return recorder
 
 
 def _open_saver(

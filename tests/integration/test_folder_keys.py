@@ -1,4 +1,4 @@
-"""DATA.CHECK_FILES and DATA.VAL_SPLIT: unreadable images are listed before the first step, and
+"""--check-files and DATA.VAL_SPLIT: unreadable images are listed before the first step, and
 images are held out for validation, in a run and in its evaluation."""
 
 import shutil
@@ -11,9 +11,9 @@ from tool_cases import assert_one_line, command
 def arguments(make_photographs, small, tmp_path):
     """Of a run of one step on photographs of which three are broken."""
     data = make_photographs(broken=3)
-    keys = [*small, "DATA.DATASET", "folder", "TRAIN.MAX_STEPS", "1", "DATA.CHECK_FILES", "true"]
+    keys = [*small, "DATA.DATASET", "folder", "TRAIN.MAX_STEPS", "1"]
     words = ["--cfg", "configs/quickstart_digits.yaml", "--data", data]
-    words += ["--output", tmp_path / "run"]
+    words += ["--output", tmp_path / "run", "--check-files"]
     return data, [*words, "--opts", *keys]
 
 
@@ -44,8 +44,9 @@ def test_too_many_stop_the_run_and_are_all_listed(train_command, arguments, tmp_
 
 def test_nothing_is_said_where_all_can_be_read(train_command, make_photographs, small, tmp_path):
     words = ["--cfg", "configs/quickstart_digits.yaml", "--data", make_photographs()]
-    words += ["--output", tmp_path / "run", "--opts", *small, "DATA.DATASET", "folder"]
-    finished = train_command(*words, "TRAIN.MAX_STEPS", "1", "DATA.CHECK_FILES", "true")
+    words += ["--output", tmp_path / "run", "--check-files"]
+    keys = [*small, "DATA.DATASET", "folder", "TRAIN.MAX_STEPS", "1"]
+    finished = train_command(*words, "--opts", *keys)
     assert (finished.status, finished.err) == (0, "")
     assert "cannot be read" not in finished.out
 

@@ -113,7 +113,7 @@ FAULTS = {
     "semaphore": (no_semaphore, "/dev/shm: .*--shm-size"),
     "crash": (
         lambda: RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault."),
-        "a data worker crashed; .*CHECK_FILES",
+        "a data worker crashed; .*--check-files",
     ),
     "disk": (
         lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/metrics.jsonl"),
