@@ -370,9 +370,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         The norm before clipping.
     """
     norm = global_grad_norm(model)
+    if max_norm <= 0:
+        return norm
     if not norm.is_cuda:
         clip_to_norm(model, max_norm, float(norm))
-    elif max_norm > 0:
+    else:
         factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
         torch._foreach_mul_(_gradients(model), factor.clamp(max=1.0))
     return norm

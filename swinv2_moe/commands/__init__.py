@@ -67,9 +67,7 @@ CHOOSE_THREADS = {
 
 def run(name: str) -> None:
     """Run a command with the arguments in `sys.argv`. Errors are handled as in `run_command`."""
-    if name in RENAMED:
-        say(f"`{name}` is now `{RENAMED[name]}`", file=sys.stderr)
-        name = RENAMED[name]
+    name, old_name = RENAMED.get(name, name), name
     # torch's C++ code logs a backtrace for each failed attempt to reach another rank; run_command
     # prints what failed in one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -81,6 +79,8 @@ def run(name: str) -> None:
             stream.reconfigure(errors="backslashreplace")
     from swinv2_moe.command import run_command  # here, since --version does not need it
 
+    if name != old_name and "_ARGCOMPLETE" not in os.environ:
+        say(f"`{old_name}` is now `{name}`", file=sys.stderr)
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
 
 

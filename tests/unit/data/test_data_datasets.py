@@ -147,6 +147,7 @@ if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
     batches = iter(Loader(range(4), num_workers=1))
     print([mask(worker.pid) for worker in batches._workers], mask("self"))
+    list(batches)  # a worker that is still starting would print that its parent is gone
 """
 
 
