@@ -124,20 +124,31 @@ def sizes(output: Path) -> dict:
 
 
 def configurations(output: Path) -> dict:
-    from swinv2_moe.config import flatten, load_config
+    """What differs from the earlier commit's configurations, whose keys are translated."""
+    from swinv2_moe.config import config_from_text, flatten, load_config
     from swinv2_moe.config_files import config_names
     from swinv2_moe.errors import UserError
 
-    values = {}
-    for name, file in config_names().items():
-        if file.suffix != ".yaml" or "ablations/" in name:  # of detectors; plans of several runs
+    file = output.parent / "earlier" / "configurations.json"
+    earlier = json.loads(file.read_text()) if file.exists() else None
+    values, texts = {}, {}
+    for name, path in config_names().items():
+        if path.suffix != ".yaml" or "ablations/" in name:  # of detectors; plans of several runs
             continue
         try:
             config = load_config(name, data="images")
         except UserError as error:  # of a key that the file leaves to the command line
             values[name] = str(error)
             continue
-        values |= {f"{name}: {key}": str(value) for key, value in flatten(config).items()}
+        texts[name], values[name] = config.dump(), ""
+        if earlier and name in earlier:
+            was = flatten(config_from_text(earlier[name], name))
+            changed = [
+                f"{key} {was[key]} -> {v}" for key, v in flatten(config).items() if was[key] != v
+            ]
+            values[name] = "; ".join(changed)
+    if earlier is None:
+        file.write_text(json.dumps(texts))
     return values
 
 
