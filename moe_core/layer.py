@@ -236,7 +236,6 @@ class MoELayer(HasExperts):
             agreement.capacity,
             routing.priority,
             self.config.kernels,
-            num_rows=routing.expert_ids.numel(),
         )
         self._keep_statistics(routing, plan, top_k)
         y = exchange(self.experts, inputs, Choices(routing.gates, plan, agreement))  # [N, M]

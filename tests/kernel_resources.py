@@ -164,7 +164,7 @@ def _run_routing(num_experts: int) -> None:
 
     logits, noise = _meta(18432, num_experts), _meta(18432, num_experts)
     ids = _run_route(logits, None, noise, "load_importance_tutel", num_experts)
-    plan.make_plan(ids, num_experts, None, None, 18432, 23040 // num_experts)
+    plan.make_plan(ids, num_experts, 23040 // num_experts, None, 18432)
 
 
 def _run_tokens(num_experts: int) -> None:

@@ -9,10 +9,10 @@
 extern "C" {
 
 // Places are counted in the order of precedence. `order` (null: 0, 1, ...) are the tokens in it
-// [K, T], or [T] with a stride of 0; `limits` [E] (null, with `kept`: nothing can drop) is each expert's capacity.
+// [K, T], or [T] with a stride of 0. Each expert keeps at most `limit` choices; without `kept` (null) it keeps all.
 // Returns 1 if an id is no expert's, or more than N choices are kept.
-long make_plan(const int64_t* ids, const int64_t* order, const int64_t* limits, int64_t* choices, int32_t* ends,
-               int64_t* slots, bool* kept, int64_t* counts, long T, long K, long E, long N, long order_stride) {
+long make_plan(const int64_t* ids, const int64_t* order, int64_t* choices, int32_t* ends, int64_t* slots,
+               bool* kept, int64_t* counts, long T, long K, long E, long N, long order_stride, long limit) {
   std::fill(counts, counts + E, 0);
   for (long c = 0; c < T * K; c++) {
     if (ids[c] < 0 || ids[c] >= E) return 1;
@@ -22,7 +22,7 @@ long make_plan(const int64_t* ids, const int64_t* order, const int64_t* limits, 
   long end = 0;
   for (long e = 0; e < E; e++) {
     next[e] = end;
-    end += limits ? std::min(counts[e], limits[e]) : counts[e];
+    end += std::min<int64_t>(counts[e], limit);
     stop[e] = end;
     ends[e] = static_cast<int32_t>(end);
   }

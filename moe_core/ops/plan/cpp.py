@@ -11,7 +11,7 @@ from moe_core.ops.native.library import call
 def make_plan(
     expert_ids: Tensor,
     num_experts: int,
-    limits: Tensor | None,
+    limit: int | Tensor | None,
     priority: Tensor | None,
     num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
@@ -28,16 +28,16 @@ def make_plan(
         order = priority.t().argsort(descending=True, stable=True).contiguous()
         if order.dim() == 2:  # [K, T]; with [T] every k has the same order
             order_stride = num_tokens
-    kept = None
-    if limits is not None:
-        limits = limits.contiguous()
+    kept, most = None, num_tokens * top_k
+    if limit is not None:
+        most = int(limit)
         kept = torch.empty_like(expert_ids, dtype=torch.bool)
     choices = expert_ids.new_empty(num_rows)
     slots = torch.empty_like(expert_ids)
     counts = expert_ids.new_empty(num_experts)
     offsets = expert_ids.new_empty(num_experts, dtype=torch.int32)
-    tensors = (expert_ids, order, limits, choices, offsets, slots, kept, counts)
-    sizes = (num_tokens, top_k, num_experts, num_rows, order_stride)
+    tensors = (expert_ids, order, choices, offsets, slots, kept, counts)
+    sizes = (num_tokens, top_k, num_experts, num_rows, order_stride, most)
     if call("make_plan", tensors, sizes):
         raise ValueError(
             f"expert_ids must be at least 0 and below num_experts ({num_experts}), and num_rows"

@@ -35,7 +35,6 @@ def make_plan(
     capacity: int | Tensor | None,
     priority: Tensor | None = None,
     kernels: str = "auto",
-    num_rows: int | None = None,
 ) -> DispatchPlan:
     """Assign every choice a row, or drop it if its expert is full.
 
@@ -45,16 +44,13 @@ def make_plan(
 
     Args:
         expert_ids: [T, K] integers.
-        capacity: the largest number of choices kept per expert: a number, a scalar tensor on the
-            device, or a tensor [E]. None: all choices are kept.
+        capacity: the largest number of choices kept per expert: a number, or a scalar tensor on
+            the device. None: all choices are kept.
         priority: [T], or [T, K] with a separate priority for each k.
-        num_rows: N, needed if the capacity is a tensor. It must be at least the number of choices
-            that are kept.
         kernels: see `backend.select`. All forms give the same plan, number for number.
 
     Raises:
-        ValueError: there are 2^31 choices or more; an expert id is out of range, or num_rows is
-            too small (only in C++).
+        ValueError: there are 2^31 choices or more; an expert id is out of range (only in C++).
     """
     if not torch.compiler.is_compiling() and expert_ids.numel() >= 2**31:
         raise ValueError(
@@ -64,25 +60,21 @@ def make_plan(
     form = "plan.reference"
     if not in_transform(expert_ids):
         form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
-    num_choices = expert_ids.numel()
-    limits: Tensor | None = None
+    num_rows = expert_ids.numel()
     limit: int | None = None
-    if capacity is None:
-        num_rows = num_choices
-    elif isinstance(capacity, Tensor):
-        limits = capacity.long().expand(num_experts).contiguous()
-    else:
-        num_rows = min(num_choices, num_experts * capacity)
-        if form == "plan.triton":
-            limit = capacity
-        else:
-            limits = expert_ids.new_full((num_experts,), capacity, dtype=torch.int64)
-    if num_rows is None:
-        raise ValueError("num_rows is needed with a capacity that is a tensor")
-    arguments = (expert_ids.long(), num_experts, limits, priority, num_rows)
+    device_limit: Tensor | None = None
+    if isinstance(capacity, Tensor):
+        device_limit = capacity.long()
+    elif capacity is not None:
+        limit = capacity
+        num_rows = min(num_rows, num_experts * capacity)
+    expert_ids = expert_ids.long()
     if form == "plan.reference":
-        return DispatchPlan(*reference.make_plan(*arguments))
-    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(*arguments, form, limit)
+        plan = reference.make_plan(expert_ids, num_experts, capacity, priority, num_rows)
+        return DispatchPlan(*plan)
+    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(
+        expert_ids, num_experts, limit, device_limit, priority, num_rows, form
+    )
     if capacity is None:
         kept = None
     return DispatchPlan(choices, offsets, slots, kept, counts)
@@ -100,30 +92,32 @@ def inverse_plan(plan: DispatchPlan) -> DispatchPlan:
 def _make_plan(
     expert_ids: Tensor,
     num_experts: int,
-    limits: Tensor | None,
+    limit: int | None,
+    device_limit: Tensor | None,
     priority: Tensor | None,
     num_rows: int,
     form: str,
-    limit: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The plan's fields. `kept` is empty if no choice can be dropped.
 
     Args:
-        limit: for "plan.triton", replaces `limits` if the limit is the same for every expert.
+        limit, device_limit: the capacity as a number or as a scalar int64 tensor; both None: all
+            choices are kept.
     """
-    arguments: tuple = (expert_ids, num_experts, limits, priority, num_rows)
-    if limit is not None:
-        arguments += (limit,)
-    choices, offsets, slots, kept, counts = load(form).make_plan(*arguments)
+    capacity: int | Tensor | None = limit
+    if device_limit is not None:
+        capacity = device_limit
+    plan = load(form).make_plan(expert_ids, num_experts, capacity, priority, num_rows)
+    choices, offsets, slots, kept, counts = plan
     if kept is None:
         kept = expert_ids.new_empty(0, dtype=torch.bool)
     return choices, offsets, slots, kept, counts
 
 
 @_make_plan.register_fake
-def _(expert_ids, num_experts, limits, priority, num_rows, form, limit=None):
+def _(expert_ids, num_experts, limit, device_limit, priority, num_rows, form):
     kept_shape = 0
-    if limits is not None or limit is not None:
+    if limit is not None or device_limit is not None:
         kept_shape = expert_ids.shape
     return (
         expert_ids.new_empty(num_rows),

@@ -9,7 +9,7 @@ from torch import Tensor
 def make_plan(
     expert_ids: Tensor,
     num_experts: int,
-    limits: Tensor | None,
+    limit: int | Tensor | None,
     priority: Tensor | None,
     num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
@@ -17,7 +17,8 @@ def make_plan(
 
     Args:
         expert_ids: [T, K] int64.
-        limits: the largest number of choices kept for each expert, int64 [E]; None: all are kept.
+        limit: the largest number of choices that an expert keeps, a number or a scalar; None: all
+            are kept.
         priority: [T] or [T, K]; see `op.make_plan`.
         num_rows: N.
     """
@@ -33,14 +34,14 @@ def make_plan(
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     rows = torch.arange(num_tokens * top_k, device=device)
-    if limits is None:
+    if limit is None:
         slots = torch.empty_like(choices).scatter(0, choices, rows).view(num_tokens, top_k)
         return choices, ends.int(), slots, None, counts
     # Close the gaps that dropped choices leave between the experts' rows.
-    kept_counts = torch.minimum(counts, limits)
+    kept_counts = counts.clamp(max=limit)
     kept_ends = kept_counts.cumsum(0)
     place = rows - (ends - counts)[experts]
-    kept = place < limits[experts]
+    kept = place < limit
     kept_row = (kept_ends - kept_counts)[experts] + place
     row_or_bin = torch.where(kept, kept_row, num_rows)  # row N collects the dropped choices
     kept_choices = choices.new_zeros(num_rows + 1).scatter(0, row_or_bin, choices)[:num_rows]

@@ -55,13 +55,13 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["limit", "num_cells", "num_rows"])
 def _scan_kernel(
-    counts, limits, firsts, starts, kept_starts, offsets, totals, choices, limit, num_cells,
+    counts, device_limit, firsts, starts, kept_starts, offsets, totals, choices, limit, num_cells,
     num_rows, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute for one expert the positions of its rows and its number of choices.
 
     The positions are: the start of the rows of each cell [K * B], the start of the expert's rows
-    before and after the limits, and the end after the limits (`offsets`). The programs together
+    before and after the limit, and the end after the limit (`offsets`). The programs together
     also write 0 to `choices` for the rows without a choice.
     """
     expert = tl.program_id(0)
@@ -74,11 +74,10 @@ def _scan_kernel(
         of_expert += tl.sum(values, 1)
     start = tl.sum(tl.where(e < expert, of_expert, 0))
     total = tl.sum(tl.where(e == expert, of_expert, 0))
-    if limits is None:
+    if device_limit is None:
         kept = tl.minimum(of_expert, limit)
     else:
-        limit_of_expert = tl.load(limits + e, mask=e < NUM_EXPERTS, other=0)
-        kept = tl.minimum(of_expert.to(tl.int64), limit_of_expert).to(tl.int32)
+        kept = tl.minimum(of_expert.to(tl.int64), tl.load(device_limit)).to(tl.int32)
     kept_start = tl.sum(tl.where(e < expert, kept, 0))
     tl.store(starts + expert, start)
     tl.store(kept_starts + expert, kept_start)
@@ -99,7 +98,7 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["limit", "order_stride", "num_tokens", "num_blocks"])
 def _plan_kernel(
-    expert_ids, order, firsts, starts, kept_starts, limits, choices, slots, kept, limit,
+    expert_ids, order, firsts, starts, kept_starts, device_limit, choices, slots, kept, limit,
     order_stride, num_tokens, num_blocks, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) * BLOCK
@@ -119,10 +118,10 @@ def _plan_kernel(
     else:  # close the gaps that dropped choices leave between the experts' rows
         place_of_expert = row - tl.load(starts + expert, mask=mask, other=0)
         row = place_of_expert + tl.load(kept_starts + expert, mask=mask, other=0)
-        if limits is None:
+        if device_limit is None:
             fits = place_of_expert < limit
         else:
-            fits = place_of_expert < tl.load(limits + expert, mask=mask, other=0)
+            fits = place_of_expert < tl.load(device_limit)
         tl.store(slots + choice, tl.where(fits, row, 0), mask=mask)
         tl.store(kept + choice, fits.to(tl.uint8), mask=mask)
         tl.store(choices + row, choice, mask=mask & fits)
@@ -132,32 +131,27 @@ def _plan_kernel(
 def make_plan(
     expert_ids: Tensor,
     num_experts: int,
-    limits: Tensor | None,
+    limit: int | Tensor | None,
     priority: Tensor | None,
     num_rows: int,
-    limit: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The same results as `reference.make_plan`, number for number.
-
-    Args:
-        limit: replaces `limits` if the limit is the same for every expert. Then no tensor has to be
-            filled.
-    """
+    """The same results as `reference.make_plan`, number for number."""
     assert expert_ids.dim() == 2
     assert expert_ids.dtype == torch.int64
     num_tokens, top_k = expert_ids.shape
     num_choices = num_tokens * top_k
     assert num_choices < 2**31, "offsets are int32"
     expert_ids = expert_ids.contiguous()
-    assert limits is None or limits.shape == (num_experts,)
-    assert limits is None or limit is None
     kept = kept_bytes = None
-    if limits is not None or limit is not None:
+    if limit is not None:
         kept = torch.empty_like(expert_ids, dtype=torch.bool)
         kept_bytes = kept.view(torch.uint8)
-    if limit is None:
-        limit = num_choices  # no limit
-    limit = min(limit, num_choices)
+    device_limit: Tensor | None = None  # read by the kernels
+    most = num_choices
+    if isinstance(limit, Tensor):
+        device_limit = limit
+    elif limit is not None:
+        most = min(limit, num_choices)
     order, order_stride = _order(priority)
     grid = (triton.cdiv(num_tokens, _BLOCK), top_k)
     num_cells = top_k * grid[0]
@@ -173,13 +167,13 @@ def make_plan(
     choices, slots = expert_ids.new_empty(num_rows), torch.empty_like(expert_ids)
     block_c = max(_TILE // block_e, 1)
     _scan_kernel[(num_experts,)](
-        cells, limits, firsts, starts, kept_starts, offsets, counts, choices, limit, num_cells,
+        cells, device_limit, firsts, starts, kept_starts, offsets, counts, choices, most, num_cells,
         num_rows, num_experts, block_e, block_c,
     )  # fmt: skip
     if num_choices:
         _plan_kernel[grid](
-            expert_ids, order, firsts, starts, kept_starts, limits, choices, slots, kept_bytes,
-            limit, order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
+            expert_ids, order, firsts, starts, kept_starts, device_limit, choices, slots,
+            kept_bytes, most, order_stride, num_tokens, grid[0], top_k, _BLOCK, num_warps=8,
         )  # fmt: skip
     return choices, offsets, slots, kept, counts
 

@@ -122,9 +122,9 @@ needs_cpp = pytest.mark.skipif(
 )
 
 
-def assert_same_plan(ids, num_experts, capacity, priority, num_rows: int | None = None) -> None:
-    got = make_plan(ids, num_experts, capacity, priority, "auto", num_rows)
-    expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
+def assert_same_plan(ids, num_experts, capacity, priority) -> None:
+    got = make_plan(ids, num_experts, capacity, priority, "auto")
+    expected = make_plan(ids, num_experts, capacity, priority, "torch")
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
@@ -152,12 +152,11 @@ def test_plan_equals_torch(data):
 @needs_cpp
 @given(st.data())
 @settings(max_examples=60)
-def test_plan_with_a_capacity_for_each_expert_and_a_priority_for_each_choice(data):
+def test_plan_with_a_capacity_on_the_device_and_a_priority_for_each_choice(data):
     ids, num_experts, generator = draw_ids(data)
-    limits = torch.randint(30, (num_experts,), generator=generator)
+    capacity = torch.tensor(data.draw(st.integers(0, 30)))
     priority = torch.randint(5, ids.shape, generator=generator)
-    kept = torch.minimum(ids.flatten().bincount(minlength=num_experts), limits).sum()
-    assert_same_plan(ids, num_experts, limits, priority, int(kept) + data.draw(st.integers(0, 9)))
+    assert_same_plan(ids, num_experts, capacity, priority)
 
 
 @needs_cpp
@@ -172,15 +171,16 @@ def test_what_cannot_be():
     for expert in (-1, 4):
         with pytest.raises(ValueError, match=r"below num_experts \(4\)"):
             make_plan(torch.tensor([[0], [expert]]), 4, None)
+    arguments = (torch.tensor([[0], [1]]), 4, 1, None, None, 1, "plan.cpp")
     with pytest.raises(ValueError, match=r"num_rows \(1\) at least"):  # two choices are kept
-        make_plan(torch.tensor([[0], [1]]), 4, torch.tensor([1, 1, 1, 1]), num_rows=1)
+        torch.ops.moe_core.make_plan(*arguments)
 
 
 @needs_cpp
 def test_ids_and_capacities_in_32_bits():
-    ids, capacity = torch.randint(4, (30, 2)), torch.tensor([3, 0, 9, 2])
-    expected = make_plan(ids, 4, capacity, kernels="torch", num_rows=20)
-    found = make_plan(ids.int(), 4, capacity.int(), num_rows=20)
+    ids, capacity = torch.randint(4, (30, 2)), torch.tensor(9)
+    expected = make_plan(ids, 4, capacity, kernels="torch")
+    found = make_plan(ids.int(), 4, capacity.int())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -193,8 +193,8 @@ def test_any_strides():
 @needs_cpp
 def test_opcheck():
     ids = torch.arange(14).view(7, 2) % 8
-    for limits in (None, ids.new_full((8,), 2)):
-        arguments = (ids, 8, limits, torch.rand(7), 14, "plan.cpp")
+    for limit, device_limit in ((None, None), (2, None), (None, torch.tensor(2))):
+        arguments = (ids, 8, limit, device_limit, torch.rand(7), 14, "plan.cpp")
         torch.library.opcheck(torch.ops.moe_core.make_plan.default, arguments)
 
 

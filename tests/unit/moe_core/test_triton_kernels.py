@@ -239,15 +239,14 @@ class TestKernels:
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
         scores = torch.rand(num_tokens, num_experts, generator=generator)
         ids = scores.topk(top_k).indices.to(DEVICE)
-        capacity, num_rows = data.draw(st.none() | st.integers(0, 60)), None
-        if data.draw(st.booleans()):  # one for each expert
-            capacity = torch.randint(60, (num_experts,), generator=generator).to(DEVICE)
-            num_rows = min(ids.numel(), int(capacity.sum())) + data.draw(st.sampled_from([0, 3]))
+        capacity = data.draw(st.none() | st.integers(0, 60))
+        if capacity is not None and data.draw(st.booleans()):
+            capacity = torch.tensor(capacity, device=DEVICE)
         # with ties
         priority = torch.randint(5, (num_tokens, top_k), generator=generator).to(DEVICE)
         priority = data.draw(st.sampled_from([None, priority[:, 0], priority]))
-        got = make_plan(ids, num_experts, capacity, priority, "triton", num_rows)
-        expected = make_plan(ids, num_experts, capacity, priority, "torch", num_rows)
+        got = make_plan(ids, num_experts, capacity, priority, "triton")
+        expected = make_plan(ids, num_experts, capacity, priority, "torch")
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
@@ -281,7 +280,6 @@ class TestKernels:
         priority = probs.amax(1)
         loss = (True, "load_importance", 0.2, 0.2)
         grad_gates = torch.ones_like(gates)
-        limits = ids.new_full((8,), 2)
         leaves = [t.clone().requires_grad_() for t in (tokens, rows, gates, logits)]
         x, weight = random(20, 16).requires_grad_(), random(4, 16, seed=1).requires_grad_()
         noise = random(20, 4, seed=2)
@@ -289,7 +287,7 @@ class TestKernels:
         for op, inputs in (
             (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "combine.triton")),
             (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "combine.triton")),
-            (OPS.make_plan, (ids, 8, limits, priority, 14, "plan.triton")),
+            (OPS.make_plan, (ids, 8, None, ids.new_full((), 2), priority, 14, "plan.triton")),
             (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None)),
             (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None)),
             (OPS.route_backward, (*routed, grad_gates, None, sums, None, *loss)),
@@ -478,8 +476,8 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
     rows = triton_rows.dispatch_rows(tokens, plan.choices, 2)
     grad = triton_rows.sum_rows(rows, plan.slots, plan.kept, gates)
     triton_rows.combine_rows_backward(grad, rows, gates, plan.choices, plan.slots, plan.kept)
-    for limits, priority in ((None, None), (torch.full((24,), 3), torch.zeros(20))):
-        triton_plan.make_plan(plan.slots, 24, limits, priority, 40)
+    for limit, priority in ((None, None), (3, None), (torch.tensor(3), torch.zeros(20))):
+        triton_plan.make_plan(plan.slots, 24, limit, priority, 40)
     total = torch.zeros(())
     logits, tokens, weight = torch.zeros(20, 100), torch.zeros(40, 64), torch.zeros(8, 64)
     for x, w, noise, loss, cast_to in (
