@@ -4,8 +4,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Any, NamedTuple
 
-from moe_core.checks import check_integer
-from moe_core.options import KERNELS, Option, option, options
+from moe_core.options import KERNELS, Option, check_integer, option, options
 from moe_core.registry import LOSSES, ROUTERS, Registry, activations, check_activation
 
 # The attribute `routing` of this package's routers. With this copy a configuration is checked

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 CPU_KERNELS = (
@@ -72,3 +73,9 @@ def options(section: type) -> tuple[tuple[Field, Option], ...]:
     return tuple(
         (each, each.metadata["option"]) for each in fields(section) if "option" in each.metadata
     )
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} ({value!r}) must be an integer of at least {least}")

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moe_core.checks import check_integer
-from moe_core.options import EXCHANGES
+from moe_core.options import EXCHANGES, check_integer
 from moe_core.registry import ALL_TO_ALLS
 
 _NUMBERS = {"r": "r", "d": "pipeline_degree", "n": "ranks_per_node"}  # letter in a text -> field
