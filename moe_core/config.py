@@ -157,7 +157,8 @@ class MoEConfig:
     )
 
     def __post_init__(self) -> None:
-        for field, allowed in options(type(self)):
+        section: type = type(self)
+        for field, allowed in options(section):
             _check(field.name, getattr(self, field.name), field.type, allowed)
         check_activation(self.activation, self.gated)
         if self.init_std is not None and not 0 < self.init_std < math.inf:

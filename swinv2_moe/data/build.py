@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
+S = TypeVar("S", bound=Sampler[int])
+
 
 @dataclass(frozen=True)
 class Data:
@@ -28,8 +31,8 @@ class Data:
     `len(train_loader)` and `len(val_loader)` are the same on every rank.
     """
 
-    train_loader: DataLoader
-    val_loader: DataLoader
+    train_loader: "Loader[TrainSampler]"
+    val_loader: "Loader[ValSampler]"
     num_classes: int
     class_names: list[str]
     train_size: int  # images over all ranks
@@ -123,7 +126,7 @@ def evaluation_loader(
     rank: int = 0,
     world_size: int = 1,
     shuffle: bool = False,
-) -> DataLoader:
+) -> "Loader[ValSampler]":
     """A loader of all images of a source with the evaluation transform. Each image is read once, by
     one of the ranks.
 
@@ -146,7 +149,7 @@ def _shard_order(config: DataConfig, source: Source) -> Order | None:
     return None
 
 
-def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) -> DataLoader:
+def _loader(config: DataConfig, dataset: ImageDataset, sampler: S) -> "Loader[S]":
     """A loader that starts its workers for each epoch, because they get a copy of the dataset with
     its epoch. torch gives each worker one thread."""
     num_workers = 0
@@ -164,12 +167,15 @@ def _loader(config: DataConfig, dataset: ImageDataset, sampler: Sampler[int]) ->
     )
 
 
-class Loader(DataLoader):
+class Loader(DataLoader, Generic[S]):
     """A loader whose workers ignore the signals that make a run save.
 
     Schedulers send signals to every process of a job, and Ctrl-C sends one to every process in the
     foreground. The run needs its workers until it has saved; then it ends them.
     """
+
+    dataset: ImageDataset
+    sampler: S
 
     def __iter__(self) -> Iterator[Batch]:
         if self.num_workers == 0:

@@ -68,7 +68,7 @@ def check_same_data(
     """
     digest = hashlib.sha256("\n".join(class_names).encode())
     for source in (train, val):
-        digest.update(np.ascontiguousarray(source.targets, dtype=np.int64))
+        digest.update(np.ascontiguousarray(source.targets, dtype=np.int64).data)
     num_images = f"{len(train):,} + {len(val):,}"
     summaries = world.gather((num_images, digest.hexdigest()))
     if len(set(summaries)) == 1:
@@ -104,7 +104,7 @@ def _difference_of_targets(world: World, split: str, source: Source, class_names
     """
     targets = np.ascontiguousarray(source.targets, dtype=np.int64)
     starts = range(0, len(targets), _PART)
-    digests = [hashlib.sha256(targets[start : start + _PART]).digest() for start in starts]
+    digests = [hashlib.sha256(targets[start : start + _PART].data).digest() for start in starts]
     digests_of_ranks = world.gather(digests)
     parts = [len(set(part)) > 1 for part in zip(*digests_of_ranks, strict=True)]
     if not any(parts):

@@ -26,7 +26,7 @@ from swinv2_moe.config import DataConfig
 from swinv2_moe.data import Data, Sources, UnreadableImages, build_data, evaluation_loader
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
-from swinv2_moe.data.shards import FAILED, ShardFile, load_shards
+from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json
 from swinv2_moe.tables import Bar, Console
@@ -150,8 +150,9 @@ class BackgroundStaging:
         if self._stager is None:
             return
         order = data.order_of_epoch(epoch)
-        shards = data.train_loader.dataset.source.members["shard"]
-        files = in_order_of_use(self._stager.files, shards[order])
+        source = data.train_loader.dataset.source
+        assert isinstance(source, ShardedImages)
+        files = in_order_of_use(self._stager.files, source.members["shard"][order])
         arguments = (self._stager, files, os.path.join(self.directory, FAILED))
         # A daemon: when training fails, the thread may wait for a node that has ended.
         self._thread = threading.Thread(target=_copy, args=arguments, name="staging", daemon=True)

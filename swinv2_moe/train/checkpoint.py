@@ -31,6 +31,7 @@ from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory
 from swinv2_moe.model_types import model_types
+from swinv2_moe.models import MoEModel
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train.distributed import World
@@ -99,7 +100,9 @@ def checkpoints_below(root: Path) -> list[Path]:
 def order_of(directory: Path) -> tuple[int, int]:
     """Sort key of checkpoints: the step in the name, and the number among checkpoints of that step.
     A larger key is newer."""
-    step, number = _NAME.fullmatch(directory.name).groups(default="0")
+    name = _NAME.fullmatch(directory.name)
+    assert name is not None
+    step, number = name.groups(default="0")
     return int(step), int(number)
 
 
@@ -166,7 +169,8 @@ def open_checkpoint(
         UserError: `path` is not a checkpoint, or it has a newer format.
         DamagedError: meta.json or a file that it lists is missing or was changed.
     """
-    meta, error = None, None
+    meta: dict = {}
+    error: UserError | None = None
     try:
         meta = read_meta(path, key)
         _check_files(path, meta["files"], world, weights_only)
@@ -176,9 +180,9 @@ def open_checkpoint(
         error = UserError(
             f"checkpoint {path}: {problem.filename} cannot be read ({problem.strerror})"
         )
-    for problem in world.gather(error):
-        if problem is not None:
-            raise problem
+    for of_rank in world.gather(error):
+        if of_rank is not None:
+            raise of_rank
     return Checkpoint(path, meta)
 
 
@@ -230,7 +234,7 @@ def _check_listing(directory: Path, files: Collection[str]) -> None:
 
 def write_weights(
     directory: Path,
-    model: nn.Module,
+    model: MoEModel,
     tensors: dict[str, Tensor],
     config: str,
     class_names: list[str],
@@ -266,7 +270,7 @@ def write_weights(
 def read_section(
     checkpoint: Checkpoint,
     section: str,
-    model: nn.Module,
+    model: MoEModel,
     expected: dict[str, Tensor],
     fit: Fit = _unchanged,
 ) -> dict[str, Tensor]:
@@ -282,7 +286,7 @@ def read_section(
     directory = checkpoint.directory
     check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {directory}")
     problems = _compare_expert_counts(directory / section, model)
-    reader = model
+    reader: nn.Module = model
     if problems:  # the experts cannot be read; the trunk's problems are listed as well
         reader = nn.Module()
         experts = expert_parameters(model)
@@ -322,7 +326,7 @@ def read_tensors(
 
 
 def read_weights_of(
-    checkpoint: Checkpoint, model: nn.Module, fit: Fit = _unchanged
+    checkpoint: Checkpoint, model: MoEModel, fit: Fit = _unchanged
 ) -> dict[str, Tensor]:
     """The weights to deploy, named as in the model: the averaged ones if there are any.
 
@@ -336,7 +340,7 @@ def read_weights_of(
     return read_section(checkpoint, section, model, model.state_dict(), fit)
 
 
-def read_dense(checkpoint: Checkpoint, section: str, model: nn.Module) -> dict[str, Tensor]:
+def read_dense(checkpoint: Checkpoint, section: str, model: MoEModel) -> dict[str, Tensor]:
     """A section of a dense checkpoint, to upcycle into `model`.
 
     Raises:
@@ -351,7 +355,7 @@ def read_dense(checkpoint: Checkpoint, section: str, model: nn.Module) -> dict[s
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, fit: Fit = _unchanged, finite: bool = True
+    checkpoint: Checkpoint, model: MoEModel, fit: Fit = _unchanged, finite: bool = True
 ) -> None:
     """Load the weights to deploy and the strategies of a checkpoint into the model.
 
@@ -391,7 +395,8 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
     Raises:
         UserError: the checkpoint has no classifier.
     """
-    weight = f"{model_types()[config.type].model.classifier}.weight"
+    model: type[MoEModel] = model_types()[config.type].model
+    weight = f"{model.classifier}.weight"
     try:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()

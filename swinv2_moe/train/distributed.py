@@ -94,11 +94,12 @@ class World:
             return rows[:0].cpu()
         return torch.stack(parts, dim=1).flatten(0, 1).cpu()
 
-    def agree(self, value: object) -> object:
+    def agree(self, value: T) -> T:
         """The main rank's `value` (picklable, small), on every rank."""
-        if not self.is_main:
-            value = None
-        return self.gather(value)[0]
+        sent: object = None
+        if self.is_main:
+            sent = value
+        return self.gather(sent)[0]
 
     def everywhere(self, load: Callable[[], T]) -> T:
         """Call `load` on every rank and return its result. Collective.
@@ -107,10 +108,10 @@ class World:
             UserError: on all ranks, if `load` raises one on any of them. The message names the rank
                 unless `load` failed on all.
         """
-        result = None
+        results: list[T] = []
         problem = None
         try:
-            result = load()
+            results.append(load())
         except UserError as error:
             problem = str(error)
         problems = self.gather(problem)
@@ -120,7 +121,7 @@ class World:
             if None in problems:
                 problem = f"{problem} (rank {rank})"
             raise UserError(problem)
-        return result
+        return results[0]
 
     def named_errors(self, operation: str) -> AbstractContextManager[None]:
         """A context in which the error of a failed collective names `operation`.
@@ -315,7 +316,7 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
         UserError: the number of ranks is not divisible by EXPERT_PARALLEL_SIZE, or the experts'
             kernels cannot run on the world's device.
     """
-    if not config.num_experts:
+    if config.layer is None:
         return None
     try:
         check_kernels(config.layer.kernels, world.device.type)

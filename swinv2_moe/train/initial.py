@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
@@ -174,7 +174,7 @@ def settings_of_timm(described: Mapping) -> dict[str, object]:
     mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
     if mode == "squash":
         values["TEST.CROP_RATIO"] = 0.0
-    elif mode in ("center", None) and type(ratio) in (int, float):
+    elif mode in ("center", None) and (type(ratio) is int or type(ratio) is float):
         values["TEST.CROP_RATIO"] = float(ratio)
     return values
 
@@ -273,10 +273,10 @@ def load_pretrained(
         if pretrained and not config.upcycle:
             load_weights(pretrained, model, fit)
         else:
-            dense = source
+            dense: str | dict[str, Tensor] = source
             if pretrained:
                 dense = read_dense(pretrained, pretrained.weights_section, model)
-            fresh = load_dense(model, dense, config.upcycle, config.upcycle_noise, seed, fit)
+            fresh = load_dense(model, dense, bool(config.upcycle), config.upcycle_noise, seed, fit)
             if fresh and config.experts.freeze:
                 raise UserError(
                     f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
@@ -363,7 +363,7 @@ def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint
 
 
 def read_upcycled(
-    source: Checkpoint, section: str, model: nn.Module, expected: dict[str, Tensor]
+    source: Checkpoint, section: str, model: MoEModel, expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Read a section of a dense checkpoint for a model with experts. Arguments as in
     `swinv2_moe.train.checkpoint.read_section`.

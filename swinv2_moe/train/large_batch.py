@@ -41,7 +41,7 @@ class ExpertLamb(Lamb):
             group["step"] = 0
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["step"] += 1
             matrices = _Matrices(group["params"], self.stacked)
@@ -53,7 +53,7 @@ class ExpertLamb(Lamb):
             beta1, beta2 = group["betas"]
             lamb(
                 matrices.split(matrices.parameters),
-                matrices.split(parameter.grad for parameter in matrices.parameters),
+                matrices.split(matrices.gradients),
                 matrices.split(state["exp_avg"] for state in states),
                 matrices.split(state["exp_avg_sq"] for state in states),
                 lr=group["lr"],
@@ -86,7 +86,7 @@ class ExpertLars(Lars):
         self.stacked = set(stacked)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             matrices = _Matrices(group["params"], self.stacked)
             buffers: list[Tensor] = []
@@ -98,8 +98,8 @@ class ExpertLars(Lars):
                     buffers.append(state["momentum_buffer"])
             lars(
                 matrices.split(matrices.parameters),
-                matrices.split(parameter.grad for parameter in matrices.parameters),
-                matrices.split(buffers),
+                matrices.split(matrices.gradients),
+                [*matrices.split(buffers)],
                 lr=group["lr"],
                 momentum=group["momentum"],
                 dampening=0,
@@ -118,6 +118,7 @@ class _Matrices:
 
     def __init__(self, parameters: Iterable[nn.Parameter], stacked: set[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.grad is not None]
+        self.gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.is_stacked = [p in stacked for p in self.parameters]
 
     def split(self, tensors: Iterable[Tensor]) -> list[Tensor]:

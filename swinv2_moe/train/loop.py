@@ -1,8 +1,10 @@
 """The loop of a training run: epochs of steps, a validation after each epoch, and checkpoints."""
 
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
 from swinv2_moe.config import AllSections, config_from_text, model_config
@@ -293,7 +295,8 @@ class Trainer:
         }
         recorder.step(values, routing)
 
-    def _global_routing(self, routing: RoutingStats) -> RoutingStats:
+    def _global_routing(self, routing: RoutingStats | None) -> RoutingStats:
+        assert routing is not None
         counts = self.world.sum(routing.counts.clone())
         shares = torch.stack([routing.dropped_share, routing.entropy.float()])
         dropped_share, entropy = self.world.sum(shares) / self.world.size
@@ -376,7 +379,7 @@ class Trainer:
         state = step.model.state_dict()
         is_dense = not source.meta["experts"]
         upcycles = self.config.model.upcycle == "run" and is_dense
-        read = checkpoint.read_section
+        read: Callable[..., dict[str, Tensor]] = checkpoint.read_section
         if upcycles:
             read = read_upcycled
         weights = read(source, "", step.model, state)

@@ -8,8 +8,7 @@ import json
 import re
 from datetime import datetime, timezone
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from moe_core import moe_layers
 from moe_core.checkpoint import TRUNK, expert_file
@@ -35,6 +34,9 @@ from swinv2_moe.forms import (
     shown,
 )
 
+if TYPE_CHECKING:
+    from swinv2_moe.models import MoEModel
+
 FORMAT_VERSION = 1
 _NO_CHECKSUM = "0" * 64
 _MAX_BYTES = 64 << 20  # some 400,000 files
@@ -58,7 +60,7 @@ _PHASES = object_of(TEXT, NUMBER)
 _COST = record({"phases": or_null(_PHASES), "joules": or_null(NUMBER)})
 
 
-def _time_to_target(value: object, place: str) -> None:
+def _time_to_target(value: Any, place: str) -> None:
     _TIME_TO_TARGET(value, place)
     validations = len(value["validations"])
     costs = len(value.get("costs", value["validations"]))
@@ -163,7 +165,7 @@ def read_meta(directory: Path, key: str = "checkpoint") -> dict:
 
 
 def describe(
-    model: nn.Module,
+    model: "MoEModel",
     step: int,
     config: str,
     class_names: list[str],

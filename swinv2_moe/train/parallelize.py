@@ -65,19 +65,23 @@ def shard_trunk(model: MoEModel, world: World) -> None:
     The parameters of a block are gathered for its forward and its backward pass. Each rank receives
     its part of the gradient of the ranks' mean loss.
     """
+    assert world.group is not None
     mesh = DeviceMesh.from_group(world.group, world.device.type)
     experts = set(expert_parameters(model).values())
     blocks = [block for stage in model.block_stages() for block in stage]
     modules = blocks + [model]
+    sharded: list[FSDPModule] = []
     for module in modules:
         # True for the root as well: it must release its parameters after a forward pass without a
         # backward pass.
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
-    for module in modules:
+        sharded.append(
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=experts)
+        )
+    for part in sharded:
         # Allocates the gathered parameters. Allocated in inference mode, they would be inference
         # tensors, which training cannot use.
-        module.unshard()
-        module.reshard()
+        part.unshard()
+        part.reshard()
 
 
 def averaged_copy(model: MoEModel, world: World, decay: float, shard: bool) -> ModelEmaV3 | None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def choose_cpus(device: torch.device, sysfs: Path) -> tuple[set[int], str]:
     if not all_cpus <= allowed:
         raise NotBound(f"the scheduler allows {len(allowed)} of {len(all_cpus)} CPUs")
     if device.type == "cuda":
-        chosen = [_node_of_gpu(_pci_address(device), nodes, sysfs)]
+        chosen: Sequence[int] = [_node_of_gpu(_pci_address(device), nodes, sysfs)]
     else:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -143,7 +144,7 @@ def equal_part(nodes: Sequence[int], local_rank: int, local_size: int) -> Sequen
 
 
 def _pci_address(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # its type omits the fields of PCI
     domain, bus = properties.pci_domain_id, properties.pci_bus_id
     return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
 

@@ -13,19 +13,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
 from swinv2_moe.config import DataConfig, flatten
+from swinv2_moe.data.build import Loader
+from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.files import MAX_LINE, parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.routing import sample_choices
 from swinv2_moe.train.saver import Cost
-from swinv2_moe.train.trackers import EventLog, Tracker, open_trackers, tagged
+from swinv2_moe.train.trackers import CallingHandler, EventLog, Tracker, open_trackers, tagged
 
 _PICTURES = 4  # validation images whose routing trackers show
 
@@ -109,8 +110,7 @@ class Recorder:
     def engine_log(self) -> Iterator[None]:
         """Print moe_core's log messages (kernels, decided strategies) until the end of the
         block."""
-        logger, handler = logging.getLogger("moe_core"), logging.Handler(logging.INFO)
-        handler.emit = lambda record: self.say(handler.format(record))
+        logger, handler = logging.getLogger("moe_core"), CallingHandler(self.say, logging.INFO)
         level = logger.level
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
@@ -181,7 +181,7 @@ class Recorder:
         """Record the use of the machines in each phase since the last call. `table` is a result of
         `combine`."""
         self._write({"step": step, "epoch": epoch, "telemetry": table})
-        scalars = {}
+        scalars: dict[str, float] = {}
         for phase, values in table.items():
             scalars |= tagged(f"telemetry_{phase}", values)
         self._track("scalars", scalars, step)
@@ -223,7 +223,7 @@ class Recorder:
 
     @contextmanager
     def routing(
-        self, model: nn.Module, loader: DataLoader, data: DataConfig, step: int
+        self, model: nn.Module, loader: Loader[ValSampler], data: DataConfig, step: int
     ) -> Iterator[None]:
         """Show the routing of four images in the trackers. Put a validation of `model` on `loader`
         in the block.

@@ -440,6 +440,8 @@ class Saver:
             For each layer, the step of each expert's copy.
         """
         previous = self.previous
+        assert previous is not None
+        assert plan.written_experts is not None
         for name in plan.linked_files:
             (plan.temporary / name).parent.mkdir(parents=True, exist_ok=True)
             _link(previous.directory / name, plan.temporary / name)

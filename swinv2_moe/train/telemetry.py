@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -122,7 +123,7 @@ class _Gpu:
     def __init__(self, handle: object) -> None:
         self._handle = handle
 
-    def _read(self, name: str) -> object:
+    def _read(self, name: str) -> Any:
         """The result of NVML's function `name`; None if this GPU does not support it."""
         import pynvml
 
@@ -195,10 +196,12 @@ class Telemetry:
             _log.warning("telemetry: a reading failed (%s: %s)", type(error).__name__, error)
 
     def _add(self) -> None:
+        machine = self._machine
+        assert machine is not None
         with self._lock:
             times = self._phases.seconds()
-            counters = self._machine.counters()
-            gauges = self._machine.gauges()
+            counters = machine.counters()
+            gauges = machine.gauges()
             spent = {phase: times[phase] - self._times[phase] for phase in times}
             interval = sum(spent.values())
             for phase, seconds in spent.items():

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -66,7 +66,7 @@ class Tracker(Protocol):
         """Close the tracker. `finished`: the run has ended; False: only this process ends."""
 
 
-def tagged(prefix: str, values: Mapping[str, object]) -> dict[str, float]:
+def tagged(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl, or of a layer in it, by tag.
 
     `step` and `epoch` are omitted, and so is `load`, which is written by `loads`.
@@ -307,7 +307,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
         self.id = self._run.id
         self.place = self._run.dir
-        if self._run.settings.mode == "online":
+        if self._run.settings.mode == "online" and self._run.url:
             self.place = self._run.url
 
     def config(self, values: Mapping[str, object]) -> None:
@@ -321,8 +321,8 @@ class Wandb:
         """Write the loads as histograms with one bar for each expert."""
         histograms: dict[str, object] = {}
         for tag, load in loads.items():
-            edges = list(range(len(load) + 1))
-            histograms[tag] = self._wandb.Histogram(np_histogram=(list(load), edges))
+            edges = np.arange(len(load) + 1)
+            histograms[tag] = self._wandb.Histogram(np_histogram=(np.asarray(load), edges))
         self.scalars(histograms, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
@@ -382,7 +382,7 @@ class MLflow:
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
         """Write one metric for each expert."""
-        values = {}
+        values: dict[str, float] = {}
         for tag, load in loads.items():
             values |= {f"{tag}/{expert}": value for expert, value in enumerate(load)}
         self.scalars(values, step)
@@ -400,7 +400,7 @@ class MLflow:
         self._client.set_terminated(self.id, status)
 
 
-SERVICES = {"wandb": Wandb, "mlflow": MLflow}
+SERVICES: dict[str, type[Wandb] | type[MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
 
 
 def load_mllogger() -> type:
@@ -419,6 +419,17 @@ def load_mllogger() -> type:
     return MLLogger
 
 
+class CallingHandler(logging.Handler):
+    """Calls a function with each message."""
+
+    def __init__(self, call: Callable[[str], object], level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.call = call
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.call(self.format(record))
+
+
 class EventLog:
     """Appends events to one file and writes to no other place."""
 
@@ -427,11 +438,10 @@ class EventLog:
         # They would also send the events of the next run in this process to this file. MLLogger
         # ignores errors of a handler; therefore the handler only collects lines, and `write` writes
         # them.
-        logger, handler = logging.Logger(__name__, logging.INFO), logging.Handler()
-        handler.emit = lambda record: self._lines.append(record.getMessage())
-        logger.addHandler(handler)
-        self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
         self._lines: list[str] = []
+        logger = logging.Logger(__name__, logging.INFO)
+        logger.addHandler(CallingHandler(lambda line: self._lines.append(line)))
+        self._mllogger = load_mllogger()(logger, root_dir=re.escape(str(_ROOT)))
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
             self._lines.append("")  # ends a line that was cut off, for example by a power cut
         self._file = path.open("a", buffering=1)

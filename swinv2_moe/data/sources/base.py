@@ -21,7 +21,9 @@ from swinv2_moe.output import printable
 class Source(Protocol):
     """N images that are opened one by one."""
 
-    targets: np.ndarray  # integers [N]
+    @property
+    def targets(self) -> np.ndarray:
+        """Integers [N]."""
 
     def __len__(self) -> int: ...
 
