@@ -41,16 +41,22 @@ def test_make_targets_exist():
             assert set(named) <= targets, document
 
 
-def test_files_in_the_readme_exist():
+def test_the_tree_of_the_readme_is_the_tree_on_disk():
     text = (ROOT / "README.md").read_text()
     tree = re.search(r"## What is inside\n\n```\n(.*?)```", text, re.DOTALL)[1]
-    folder = ""
+    named: dict[str, set[str]] = {}  # by folder
     for line in tree.splitlines():
         name = line.split()[0]
         if not line.startswith(" "):
             folder = name
-            name = ""
-        assert (ROOT / folder / name).exists(), line
+            named[folder] = set()
+            assert (ROOT / folder).is_dir(), line
+        else:
+            named[folder].add(name)
+    for package in ("moe_core/", "swinv2_moe/"):
+        modules = {path.name for path in (ROOT / package).glob("*.py")}
+        packages = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
+        assert named[package] == (modules | packages) - {"__init__.py", "__main__.py"}
     for name in re.findall(r"\b(?:tools|configs|data|examples)/[\w/]+\.(?:py|yaml)", text):
         assert (ROOT / name).is_file(), name
 
