@@ -115,12 +115,28 @@ class Bar:
 class Position(Protocol):
     """The position in a run. `swinv2_moe.train.progress.Progress` implements this protocol."""
 
-    epochs: int  # TRAIN.EPOCHS
-    max_steps: int  # TRAIN.MAX_STEPS; 0: no limit
-    steps_per_epoch: int
-    epoch: int  # complete epochs
-    epoch_step: int  # steps of the current epoch
-    step: int  # steps in all
+    @property
+    def epochs(self) -> int:
+        """TRAIN.EPOCHS."""
+
+    @property
+    def max_steps(self) -> int:
+        """TRAIN.MAX_STEPS; 0: no limit."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs."""
+
+    @property
+    def epoch_step(self) -> int:
+        """Steps of the current epoch."""
+
+    @property
+    def step(self) -> int:
+        """Steps in all."""
 
 
 def steps_left(position: Position) -> int:

@@ -49,16 +49,15 @@ def main() -> None:
     console = Console(soft_wrap=False)
     run = LiveRun(Path(args.run))
     run.read()
-    if args.once or not console.is_terminal:
-        if run.last is None:
-            raise UserError(f"{run.directory}: has not logged a step yet")
-    else:
+    if console.is_terminal and not args.once:
         try:
             wait(run, args.every)
             follow(run, console, args.every)
         except KeyboardInterrupt:
             if run.last is None:
                 return
+    if run.last is None:  # also if a resumed run has stopped before it repeated all steps
+        raise UserError(f"{run.directory}: has not logged a step yet")
     show(run, console)
 
 

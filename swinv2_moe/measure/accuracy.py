@@ -21,16 +21,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from moe_core import MoEConfig, moe_layers, prepared
 from swinv2_moe.config import as_opts
 from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.build import Loader
+from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine
@@ -240,7 +241,7 @@ def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> l
     rows = []
     for m in range(bins):
         in_bin = bin_of_image == m
-        row = {"up_to": 100 * (m + 1) / bins, "images": int(in_bin.sum())}
+        row: dict[str, float | None] = {"up_to": 100 * (m + 1) / bins, "images": int(in_bin.sum())}
         row |= {"confidence": _percent(confidence[in_bin]), "top1": _percent(hits[in_bin])}
         rows.append(row)
     return rows
@@ -283,7 +284,8 @@ def _label_points(axes: "Axes", rows: list[dict], colours: list[str]) -> None:
     """Label the points in a column on the right, sorted from the top, since points may overlap."""
     bottom, top = axes.get_ylim()
     height = math.inf  # height of the label above
-    style = {"textcoords": ("axes fraction", "data"), "va": "center", "fontsize": 9, "zorder": 0}
+    style: dict[str, Any] = {"va": "center", "fontsize": 9, "zorder": 0}
+    style["textcoords"] = ("axes fraction", "data")
     style["arrowprops"] = {"arrowstyle": "-", "color": COLOURS[5], "relpos": (0, 0.5)}
     for row, colour in zip(rows, colours, strict=True):
         height = min(row["top1"], height - 0.05 * (top - bottom))
@@ -319,7 +321,7 @@ class _Subject:
 
     world: World
     model: nn.Module
-    loader: DataLoader
+    loader: Loader[ValSampler]
     autocast: partial
     shuffled: bool  # TEST.SHUFFLE
     class_names: list[str]
@@ -372,8 +374,10 @@ class _Subject:
 
         def after_batch() -> None:
             for total, layer in zip(totals, layers.values(), strict=True):
-                choices = layer.last_routing.counts.sum()
-                total += torch.stack([layer.last_routing.dropped_share * choices, choices])
+                routing = layer.last_routing
+                assert routing is not None
+                choices = routing.counts.sum()
+                total += torch.stack([routing.dropped_share * choices, choices])
             bar.advance("")
 
         what = "images"

@@ -80,7 +80,7 @@ class LayerKind(NamedTuple):
 
     config: MoEConfig
     tokens: int  # tokens per image
-    count: int  # of layers
+    num_layers: int
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def predict(
     strategy, layers = _best(machine, shapes, group, gpus_per_node, strategy)
     trunk = _trunk_seconds(machine, model, config, batch_size, size)
     gpu_experts = model.expert_parameters / group
-    gpu_trunk = model.trunk_parameters
+    gpu_trunk = float(model.trunk_parameters)
     if config.shard_trunk:
         gpu_trunk /= gpus
         gradients = _exposed_shards(machine, model, gpus, gpus_per_node, trunk)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from moe_core.parallel import Machine, ParallelStrategy
 from swinv2_moe.config import ExpertsConfig, TrainConfig, all_sections
@@ -81,7 +82,7 @@ def measured_run(directory: Path) -> tuple[MeasuredRun, RunRecord]:
     return measured, run
 
 
-def _is_table(seconds: object) -> bool:
+def _is_table(seconds: object) -> TypeGuard[dict[str, float]]:
     """Whether `seconds` is a table of the seconds of phases, including training."""
     if not isinstance(seconds, dict) or "training" not in seconds:
         return False

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yacs.config import CfgNode
 
@@ -132,14 +132,15 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
         options.capacity_factors or (None,),
         options.compile,
     )
-    for mode, batch, dtype, factor, compile in itertools.product(*map(dict.fromkeys, choices)):
+    combined: itertools.product[Any] = itertools.product(*map(dict.fromkeys, choices))
+    for mode, batch, dtype, factor, compile in combined:
         if factor is None:
             training = mode == "training"
             factor = moe.layer.capacity_factor if training else moe.eval_capacity_factor
         amp_dtype = "bfloat16"
         if dtype == "float16":
             amp_dtype = "float16"
-        keys = {
+        keys: dict[str, object] = {
             "DATA.BATCH_SIZE": batch,
             "COMPILE": compile == "on",
             "AMP_ENABLE": dtype != "float32",

@@ -105,8 +105,8 @@ def draw_curves(runs: Sequence[RunRecord]) -> list[Panel]:
 
     Two runs share a panel, except that each has its own panels of expert load.
     """
-    panels = [_draw(figure, runs) for figure in _FIGURES]
-    panels = [panel for panel in panels if panel is not None]
+    drawn = [_draw(figure, runs) for figure in _FIGURES]
+    panels = [panel for panel in drawn if panel is not None]
     for run in runs:
         suffix = ""
         if len(runs) > 1:

@@ -31,12 +31,12 @@ from sklearn.base import ClassifierMixin
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from torch import nn
 
 from moe_core import equal_tokens, prepared
 from swinv2_moe.data import UnreadableImages, evaluation_loader
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.deployed import Deployed, open_deployed
@@ -133,7 +133,7 @@ def evaluate_few_shot(
 
 @torch.inference_mode()
 def extract_features(
-    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+    model: MoEModel, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
 ) -> tuple[Features, list[str]]:
     """The pooled features before the classifier (timm's `pre_logits`). Collective.
 
@@ -273,7 +273,7 @@ def _check_counts(targets: np.ndarray, sources: Sources, protocol: Protocol, wha
 
 def _extract(
     deployed: Deployed,
-    model: nn.Module,
+    model: MoEModel,
     images: Source,
     description: str,
     unreadable: UnreadableImages,

@@ -87,7 +87,7 @@ def _progress(run: LiveRun, now: float) -> Table:
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
-    epoch = f"epoch {run.last['epoch']:,}"
+    epoch = f"epoch {run.last_step['epoch']:,}"
     bar: ProgressBar | str = ""
     time_left = ""
     position = run.position()
@@ -103,7 +103,7 @@ def _progress(run: LiveRun, now: float) -> Table:
 
 
 def _results(run: LiveRun) -> Text:
-    step = f"step {run.last['step']:,}"
+    step = f"step {run.last_step['step']:,}"
     position = run.position()
     if position:
         step = f"step {position.step:,}/{position.step + steps_left(position):,}"
@@ -113,7 +113,7 @@ def _results(run: LiveRun) -> Text:
     if run.epochs:
         accuracies = [epoch["val_top1"] for epoch in run.epochs]
         words.append(f"top-1 {accuracies[-1]:.2f}% (best {max(accuracies):.2f}%)")
-    words.append(f"{run.last['images_per_second']:,.0f} images/s")
+    words.append(f"{run.last_step['images_per_second']:,.0f} images/s")
     return Text("   ".join(words), no_wrap=True, overflow="ellipsis")
 
 
@@ -125,8 +125,8 @@ def _health(run: LiveRun) -> Text:
         ("data_wait", "{:.0%} waiting for data"),
         ("lr", "learning rate {:.2e}"),
     ):
-        if run.last.get(key) is not None:
-            words.append(text.format(run.last[key]))
+        if run.last_step.get(key) is not None:
+            words.append(text.format(run.last_step[key]))
     return Text("   ".join(words), no_wrap=True, overflow="ellipsis")
 
 
@@ -140,7 +140,7 @@ def _curves(run: LiveRun, width: int, height: int) -> list[Layout]:
     accuracy = [Curve(_of_epochs(run, "val_top1"), _VALIDATION)]
     accuracy.append(accuracy[0]._replace(mark=_DOT))
     left, right = width // 2, width - width // 2
-    last = max([run.last["step"]] + [epoch["step"] for epoch in run.epochs])
+    last = max([run.last_step["step"]] + [epoch["step"] for epoch in run.epochs])
     left_lines = draw(losses, last, left - _FRAME, height - 2)
     right_lines = draw(accuracy, last, right - _FRAME, height - 2)
     return [
@@ -162,7 +162,7 @@ def _loads(run: LiveRun, width: int, height: int) -> list[Text]:
 
     Layers are shown side by side if there is room.
     """
-    layers = run.last.get("moe_layers", {})
+    layers = run.last_step.get("moe_layers", {})
     if not layers:
         return []
     place_width = max(len(block_place(layer)) for layer in layers)
@@ -276,9 +276,9 @@ def _with_axes(cells: list[list[tuple[int, str]]], limits: Limits) -> list[Text]
         if len(labels[row]) > _LABEL:
             labels[row] = f"{value:.1e}"
     lines = []
-    for label, row in zip(labels, cells, strict=True):
+    for label, line_cells in zip(labels, cells, strict=True):
         line = Text(f"{label:>{_LABEL}}│", no_wrap=True)
-        for code, style in row:
+        for code, style in line_cells:
             line.append(chr(code), style)
         lines.append(line)
     first, last = f"{left:,.0f}", f"{right:,.0f}"

@@ -147,6 +147,12 @@ class LiveRun:
 
     # Progress
 
+    @property
+    def last_step(self) -> dict:
+        """The entry of the last logged step, which there must be."""
+        assert self.last is not None
+        return self.last
+
     def position(self) -> RunPosition | None:
         """The position in the run; None before the first logged step, or if the length of an epoch
         is not known yet."""
@@ -168,7 +174,7 @@ class LiveRun:
     def seconds_left(self, now: float) -> float | None:
         """Seconds from `now` (since 1970) to the end of the run; None if not known yet."""
         position = self.position()
-        if position is None:
+        if position is None or self.length is None:
             return None
         processes = self._start["environment"].get("processes")
         speed = median(self._speeds)

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,8 +58,10 @@ from swinv2_moe.train.meta import describe
 from swinv2_moe.train.saver import Cost, Saver
 from swinv2_moe.train.step import TrainingStep
 
-PHASES = ("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "other")
-PHASES += ("checkpoint",)
+PHASES = (
+    *("data", "trunk", "router", "dispatch", "experts", "exchange", "optimiser", "other"),
+    "checkpoint",
+)
 
 _DISPATCH = ("moe_core::dispatch_rows", "moe_core::combine_rows", "moe_core::sum_rows")
 _RANGE = "phase: "  # before the name of a phase in the profiler
@@ -225,7 +227,7 @@ def operators(model: MoEModel, run: Callable[[], object], device: str) -> Iterat
 # The work of an operator
 
 
-def work_of(func: Callable, args: tuple, kwargs: dict, out: object) -> Work:
+def work_of(func: Any, args: tuple, kwargs: dict, out: object) -> Work:
     """The FLOPs and bytes of one operator, by its arguments and its result."""
     name = operator_name(func)
     if name.startswith("c10d::"):
@@ -236,7 +238,7 @@ def work_of(func: Callable, args: tuple, kwargs: dict, out: object) -> Work:
     return Work(float(flops), float(_moved_bytes(func, args, kwargs, out)))
 
 
-def operator_name(func: Callable) -> str:
+def operator_name(func: Any) -> str:
     """The operator's name without the overload, such as aten::add."""
     return func.name().partition(".")[0]
 
@@ -265,7 +267,7 @@ def _size_of(group: torch.ScriptObject) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-def _moved_bytes(func: Callable, args: tuple, kwargs: dict, out: object) -> int:
+def _moved_bytes(func: Any, args: tuple, kwargs: dict, out: object) -> int:
     """Bytes that an operator reads and writes."""
     name = operator_name(func)
     if name.startswith(("aten::empty", "aten::new_empty")):

@@ -300,7 +300,11 @@ def mistakes(predictions: Predictions) -> list[Mistake]:
     pairs = np.stack([predictions.targets[wrong], predictions.predicted[wrong]], axis=1)
     distinct, counts = np.unique(pairs, axis=0, return_counts=True)
     order = np.argsort(-counts, kind="stable")
-    return [Mistake(*map(int, distinct[i]), int(counts[i])) for i in order]
+    found = []
+    for i in order:
+        truth, predicted = map(int, distinct[i])
+        found.append(Mistake(truth, predicted, int(counts[i])))
+    return found
 
 
 def matrix(predictions: Predictions, num_classes: int, most: int) -> Matrix:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from yacs.config import CfgNode
@@ -311,9 +311,10 @@ def _probes(step: TrainingStep, file: Path) -> dict[str, Probe]:
 @contextmanager
 def scratch(output: Path, world: World) -> Iterator[Path]:
     """A new directory in `output`, the same on all ranks, removed at the end of the block."""
-    directory = Path(
-        world.agree(tempfile.mkdtemp(prefix=".roofline-", dir=output) if world.is_main else None)
-    )
+    name = ""
+    if world.is_main:
+        name = tempfile.mkdtemp(prefix=".roofline-", dir=output)
+    directory = Path(world.agree(name))
     try:
         yield directory
     finally:
@@ -369,7 +370,7 @@ def _draw_roof(axes: "Axes", roofline: Roofline) -> None:
     low, high = min([*intensities, corner]) / 3, max([*intensities, corner]) * 10
     corners = [low, corner, high]
     axes.plot(corners, [min(peak, bandwidth * x) / 1e9 for x in corners], color="0.3", label="roof")
-    text = {"textcoords": "offset points", "ha": "right"}
+    text: dict[str, Any] = {"textcoords": "offset points", "ha": "right"}
     axes.annotate(f"{peak / 1e9:,.0f} GFLOP/s", (high, peak / 1e9), (0, 4), **text)
     middle = math.sqrt(low * corner)
     place = (middle, bandwidth * middle / 1e9)

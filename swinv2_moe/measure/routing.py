@@ -132,20 +132,20 @@ class LayerChoices:
                 "expert": entropy(load),  # upper bound of the mutual information below
                 "class": mutual_information(class_table(by_image, classes, num_classes)),
                 "class_by_chance": chance_information(by_image, classes, num_classes),
-                "position": mutual_information(self.position),
-                "colour": mutual_information(self.colour),
-                "contrast": mutual_information(self.contrast),
+                "position": mutual_information(np.asarray(self.position)),
+                "colour": mutual_information(np.asarray(self.colour)),
+                "contrast": mutual_information(np.asarray(self.contrast)),
             },
         }
 
 
-def _kind_of_colour(pixels: Tensor, grid: Sequence[int]) -> Tensor:
+def _kind_of_colour(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
     levels = (F.adaptive_avg_pool2d(pixels, grid) * _LEVELS).long().clamp(max=_LEVELS - 1)
     red, green, blue = levels.unbind(1)
     return (red * _LEVELS + green) * _LEVELS + blue
 
 
-def _kind_of_contrast(pixels: Tensor, grid: Sequence[int]) -> Tensor:
+def _kind_of_contrast(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
     brightness = pixels.mean(1)  # [B, S, S]
     mean = F.adaptive_avg_pool2d(brightness, grid)
     mean_square = F.adaptive_avg_pool2d(brightness**2, grid)
@@ -230,7 +230,7 @@ class _Shown(NamedTuple):
 def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deployed) -> _Shown:
     """`count` of the named images, or of the validation images if there are no names."""
     if names:
-        files = _files(names)
+        files: Source = _files(names)
         chosen = Subset(files, spread(len(files), count))
         labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
     else:

@@ -8,7 +8,7 @@ NUMBER = int | float
 _NO_NUMBERS = ("environment", "moe_layers", "strategy", "telemetry")
 _LIMIT = 2**63  # larger than any number that a run logs
 # Required keys and types of a line of metrics.jsonl, by the key that identifies its kind.
-_LINES = {
+_LINES: dict[str, dict] = {
     "environment": {"environment": dict},
     "loss": {"epoch": int, "images_per_second": NUMBER},
     "moe_layers": {"moe_layers": dict, "moe/dropped_share": NUMBER, "moe/load_max": NUMBER},

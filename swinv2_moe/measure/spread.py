@@ -40,11 +40,12 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
 
 def summed(parts: Sequence[Times]) -> Times:
     """The sum of several alternatives' times in each round. Raises what `ratios` raises."""
-    return Times(map(sum, zip(*parts, strict=True)), _common_run(*parts))
+    _common_run(*parts)
+    return Times(map(sum, zip(*parts, strict=True)), parts[0].run)
 
 
-def _common_run(*many: Sequence[float]) -> str | None:
-    """The id of the call of `interleaved` that all times are from; None for plain lists.
+def _common_run(*many: Sequence[float]) -> None:
+    """Raise ValueError unless all times are from one call of `interleaved`.
 
     For plain lists the caller guarantees that they are from the same rounds.
     """
@@ -54,7 +55,6 @@ def _common_run(*many: Sequence[float]) -> str | None:
             f"times of different runs ({', '.join(map(str, runs))}) cannot be compared: measure"
             " them in one"
         )
-    return runs[0]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

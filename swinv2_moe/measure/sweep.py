@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yacs.config import CfgNode
 
@@ -181,7 +181,7 @@ def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
     return Variant(name, Path(base), tuple(as_opts(opts)))
 
 
-def _opts(content: object, where: str) -> dict[str, object]:
+def _opts(content: object, where: str) -> dict[str, Any]:
     opts = _mapping(content, where)
     known = flatten(default_config()).keys() | RETIRED.keys()
     for key in opts:
@@ -464,7 +464,7 @@ def _cell(name: str, columns: dict, seeds: int) -> str:
 
 def as_json(results: dict[str, dict], plan: SweepPlan) -> dict:
     """The results as JSON values: intervals as mean and half_width."""
-    variants = {}
+    variants: dict[str, dict] = {}
     for name, columns in results.items():
         variants[name] = {}
         for column, value in columns.items():

@@ -312,7 +312,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _held(subject: Subject) -> int:
-    tensors = list(subject.model.parameters())
+    tensors: list[torch.Tensor] = list(subject.model.parameters())
     if subject.optimizer:
         for state in subject.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -322,7 +322,8 @@ def _held(subject: Subject) -> int:
 def _routing(model: MoEModel) -> tuple[float, float]:
     """Routing in this rank's last pass: the dropped share of all choices, and the largest load of
     an expert in any layer."""
-    stats = [layer.last_routing for layer in moe_layers(model).values()]
+    all_stats = [layer.last_routing for layer in moe_layers(model).values()]
+    stats = [of_layer for of_layer in all_stats if of_layer is not None]
     return dropped_share(stats), max(
         float(of_layer.counts.max() / of_layer.counts.float().mean()) for of_layer in stats
     )
@@ -364,7 +365,7 @@ def protocol(row: Row, warmup: int) -> list[str]:
 
 def record(row: Row) -> dict[str, object]:
     """A row as flat columns: all figures, and the milliseconds of each round."""
-    columns = {"run": row.product.run} | row.combination._asdict()
+    columns: dict[str, object] = {"run": row.product.run, **row.combination._asdict()}
     columns |= {"ranks": row.ranks, "rounds": len(row.product)}
 
     def add(name: str, values: Sequence[float]) -> None:

@@ -9,8 +9,9 @@ group_matcher, set_grad_checkpointing, get_classifier and the initialisation fro
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,12 @@ class MoEModel(nn.Module):
     """
 
     classifier = "head"  # name of the linear layer that gives the logits
+
+    if TYPE_CHECKING:  # timm's
+        patch_embed: Any
+        forward_features: Callable[..., Tensor]
+        forward_head: Callable[..., Tensor]
+        set_grad_checkpointing: Callable[..., None]
 
     def __init__(
         self,

@@ -96,6 +96,23 @@ def test_a_run_that_ended_before_its_first_step(watch, terminal, tmp_path, monke
     assert result.err == f"error: {tmp_path}: has logged no step, and is not running\n"
 
 
+def test_a_resumed_run_that_stopped_before_its_first_step(
+    finished, watch, terminal, tmp_path, monkeypatch
+):
+    """Its lines have gone, because it was to repeat all steps."""
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text((finished / name).read_text())
+
+    def stop(seconds):
+        (tmp_path / "metrics.jsonl").write_text("")
+        monkeypatch.setattr("swinv2_moe.commands.watch.time.time", lambda: 2e9 + 1e9)
+
+    monkeypatch.setattr("swinv2_moe.commands.watch.time.sleep", stop)
+    result = watch(tmp_path)
+    assert result.status == 2
+    assert result.err == f"error: {tmp_path}: has not logged a step yet\n"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
