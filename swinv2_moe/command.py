@@ -326,7 +326,7 @@ def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
         repository = Path(sys.argv[0]).parent.parent
         file = f"{name.replace('-', '_')}.py"
         scripts = [repository / folder / file for folder in _FOLDERS]
-        script = next(script for script in scripts if script.exists())
+        script = next((script for script in scripts if script.exists()), scripts[0])
         # The Python interpreter as the user typed it
         return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
     if launcher:
