@@ -62,30 +62,22 @@ def _triton_ffn(request: Request) -> bool:
 
 
 def _cpp_ffn(request: Request) -> bool:
-    if request.activation not in KERNEL_ACTIVATIONS:
+    if request.activation not in KERNEL_ACTIVATIONS or request.dtype not in _FP32_AND_BF16:
         return False
-    packed = library.packed_dtype(request.dtype, request.kernels)  # None without a library
-    return packed is not None and request.weight_dtype in (torch.float32, request.dtype, packed)
+    packed = library.packed_dtype(request.dtype, request.kernels)
+    return request.weight_dtype in (torch.float32, request.dtype, packed)
 
 
 def _cpp_int8(request: Request) -> bool:
     return (
         request.activation in KERNEL_ACTIVATIONS
         and request.num_inputs <= MOST_INT8_INPUTS
-        and library.usable(request.dtype, request.kernels)
+        and request.dtype in _FP32_AND_BF16
     )
-
-
-def _cpp_plan(request: Request) -> bool:
-    return library.usable(torch.float32)
 
 
 def _cpp_rows(request: Request) -> bool:
-    return (
-        request.dtype in _FP32_AND_BF16
-        and request.gate_dtype in (None, torch.float32)
-        and library.usable(request.dtype)
-    )
+    return request.dtype in _FP32_AND_BF16 and request.gate_dtype in (None, torch.float32)
 
 
 FORMS = {
@@ -95,7 +87,7 @@ FORMS = {
     ),
     "plan": (
         Form("triton", "plan.triton", _everything),
-        Form("cpp", "plan.cpp", _cpp_plan),
+        Form("cpp", "plan.cpp", _everything),
         Form("torch", "plan.reference", _everything),
     ),
     "combine": (  # dispatch of tokens to rows, and their sums
@@ -194,10 +186,11 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels in CPU_KERNELS and device != "cpu":
         return _languages("auto", device)
     if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
-        languages = "torch"
-        if library.description(kernels):
-            languages = f"{library.description(kernels)} and torch"
-        _log_once(f"{languages} on cpu")
+        description = library.description(kernels)
+        if not description:  # the CPU is not known, or C++ does not compile
+            _log_once("torch on cpu")
+            return ("torch",)
+        _log_once(f"{description} and torch on cpu")
         return ("cpp", "torch")
     if kernels == "auto" and device != "cuda":
         _log_once(f"torch on {device}")

@@ -32,7 +32,6 @@ def pack_weights(weights: ExpertWeights, dtype: torch.dtype, kernels: str) -> Ex
     if hidden_dim % 32 != 0 or model_dim % 32 != 0:
         return None
     packed_as = packed_dtype(dtype, kernels)
-    assert packed_as is not None, "no library, and yet this form was chosen"
     packed = {}
     for name, weight in weights.matrices()._asdict().items():
         if weight is None:

@@ -115,10 +115,10 @@ def moe_ffn(
         ValueError: as `expert_ffn`.
     """
     if isinstance(weights, ExpertWeights) and not in_transform(tokens):
-        weights.check(activation, tokens.shape[1], len(plan.offsets))
         w1 = weights.w1
         form = _form(tokens.device.type, tokens.dtype, w1.dtype, activation, kernels)
         if form == "ffn.triton":
+            weights.check(activation, tokens.shape[1], len(plan.offsets))
             return _by_triton(tokens, gates, weights, plan, activation, dropout, casts)
     rows = dispatch(tokens, plan, kernels)
     rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)

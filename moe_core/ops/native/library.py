@@ -43,15 +43,6 @@ PACKED_DTYPES = (torch.int32, torch.int16)
 _log = logging.getLogger("moe_core")
 
 
-def usable(dtype: torch.dtype, kernels: str = "auto") -> bool:
-    """Whether there is a library for this CPU that supports `dtype`.
-
-    Args:
-        kernels: the name of an instruction set, or "auto".
-    """
-    return dtype in (torch.float32, torch.bfloat16) and chosen(kernels) is not None
-
-
 def description(kernels: str = "auto") -> str:
     """The instruction set in use, for the log; "" if there is none."""
     choice = chosen(kernels)
@@ -60,10 +51,8 @@ def description(kernels: str = "auto") -> str:
     return f"C++ ({choice[0].label})"
 
 
-def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype | None:
-    """The dtype of packed weights for rows of `dtype`; None without a library."""
-    if not usable(dtype, kernels):
-        return None
+def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype:
+    """The dtype of packed weights for rows of `dtype`, which is fp32 or bf16."""
     if dtype == torch.bfloat16 and library(kernels).bf16_product_bytes() == 2:
         return torch.int16
     return torch.int32
@@ -92,7 +81,7 @@ def pointer(tensor: Tensor | None) -> c_void_p:
 
 
 def library(kernels: str = "auto") -> ctypes.CDLL:
-    """The library. Call `usable` first: it must have returned True."""
+    """The library, which must exist: `chosen` has found it."""
     choice = chosen(kernels)
     assert choice is not None
     return choice[1]
