@@ -13,8 +13,7 @@ from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.op import int8_ffn, quantize_weights
 from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
-from moe_core.ops.route.loss import loss_of_sums
-from moe_core.ops.route.op import LinearLogits, RouteSettings, route
+from moe_core.ops.route.op import LinearLogits, RouteSettings, loss_of_sums, route
 from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
 __all__ = [

@@ -107,6 +107,8 @@ FORMS = {
 }
 
 
+# torch.compile cannot trace logging and imports, so the result is a constant for it.
+@torch.compiler.assume_constant_result
 def select(operation: str, request: Request) -> str:
     """The module of the form that runs. Pass it to `load`.
 
@@ -125,13 +127,7 @@ def select(operation: str, request: Request) -> str:
         ValueError: `kernels` has another value; it is "triton" but Triton cannot run; or it names
             instructions that this CPU lacks or that do not compile.
     """
-    return _select(operation, *request)
-
-
-# torch.compile cannot trace logging and imports, so the result is a constant for it.
-@torch.compiler.assume_constant_result
-def _select(operation: str, *fields) -> str:
-    return _first_form(operation, Request(*fields))
+    return _first_form(operation, request)
 
 
 # Beyond its limit of recompilations torch.compile runs the layer without tracing it, and would
