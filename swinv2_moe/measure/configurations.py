@@ -1,7 +1,7 @@
 """The configurations of speed measurements, their options, and checks of them. Imports no torch."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,29 +148,33 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
             _CAPACITY_FACTOR[mode]: factor,
         }
         config = load(keys)
-        check_opts(opts, config, _DECIDED_BY)
+        check_opts(opts, config, _SPEED_ALONE | keys, _DECIDED_BY)
         combination = Combination(mode, batch, dtype, factor, compile)
         all_combinations.append((combination, config, load(keys | _DENSE)))
     return all_combinations
 
 
-def check_opts(opts: Sequence[str], config: CfgNode, why: dict[str, str]) -> None:
+def check_opts(
+    opts: Sequence[str], config: CfgNode, decided: Collection[str], why: dict[str, str]
+) -> None:
     """Check that the measured configuration has the values of --opts.
 
     Args:
         config: the configuration that is measured.
+        decided: the keys that the measurement has set in it.
         why: the reason, for keys whose value is fixed.
 
     Raises:
-        UserError: a key of `opts` has another value in `config`; an unknown key, a value of the
-            wrong type.
+        UserError: a key of `opts` has another value in `config`; a value of the wrong type.
     """
     requested_config = default_config()
-    merge_opts(requested_config, opts)
+    for key, text in zip(opts[::2], opts[1::2], strict=True):
+        if key in decided:
+            merge_opts(requested_config, [key, text])
     requested = flatten(requested_config)
     measured = flatten(config)
     for key in opts[::2]:
-        if requested[key] != measured[key]:
+        if key in decided and requested[key] != measured[key]:
             reason = why.get(key, f"what is measured has {measured[key]!r}")
             raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
 
@@ -194,6 +198,7 @@ def repeatable_step(
     check_opts(
         opts,
         config,
+        keys,
         dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
     )
     values = flatten(config)

@@ -8,6 +8,7 @@ group_matcher, set_grad_checkpointing, get_classifier and the initialisation fro
 
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.config import PUBLISHED_MOE
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 
+_log = logging.getLogger(__name__)
 # The experts' biases have two dimensions, so timm does not recognise them as biases.
 _NO_WEIGHT_DECAY = (
     "router.temperature",
@@ -36,7 +38,7 @@ _NO_WEIGHT_DECAY = (
     "shared.b3",
 )
 # Fields of `moe` in exports of commit d7f9e26 and before that MoEConfig may have no more, with the
-# values by which they did nothing.
+# values by which they did nothing. They acted in training alone.
 _RETIRED_FIELDS = {"input_jitter": 0.0, "input_dropout": 0.0, "hidden_dropout": 0.0, "round_to": 0}
 
 
@@ -259,17 +261,15 @@ def _recompute_buffers(model: nn.Module, *_) -> None:
 
 
 def _without_retired(moe: dict) -> dict:
-    """The fields of MoEConfig in `moe`.
-
-    Raises:
-        ValueError: a field that has left MoEConfig, with a value by which it did something.
-    """
+    """The fields of MoEConfig in `moe`. One that has left and did something is logged."""
     left = _RETIRED_FIELDS.keys() - {field.name for field in fields(MoEConfig)}
     for name in sorted(left & moe.keys()):
         if moe[name] != _RETIRED_FIELDS[name]:
-            raise ValueError(
-                f"{name} ({moe[name]!r}) is no field of MoEConfig any more; commit d7f9e26 is the"
-                " last that can use it"
+            _log.warning(
+                "%s (%r) is no field of MoEConfig any more and has no effect; commit d7f9e26 is the"
+                " last that can train with it",
+                name,
+                moe[name],
             )
     return {name: value for name, value in moe.items() if name not in left}
 

@@ -11,6 +11,7 @@ from moe_core import moe_layers
 from moe_core.parallel import ParallelStrategy, parse_strategy
 from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure.configurations import Options, combinations, repeatable_step
 from swinv2_moe.models import SwinTransformerV2MoE, protocol
 
 
@@ -214,10 +215,54 @@ def test_mixing_that_was_switched_off():
     assert (aug.MIXUP, aug.CUTMIX) == (0, 0)
 
 
-def test_fields_in_exports_of_earlier_versions(monkeypatch):
+@pytest.mark.parametrize("value", [0, 3])
+def test_fields_in_exports_of_earlier_versions(value, monkeypatch, lines):
+    """They acted in training alone, so that the exported weights are of use without them."""
     monkeypatch.setitem(protocol._RETIRED_FIELDS, "depth_of_gates", 0)
     make = partial(SwinTransformerV2MoE, num_experts=2, moe_blocks=[[], [], [1]], device="meta")
-    (layer,) = moe_layers(make(moe={"depth_of_gates": 0, "top_k": 2, "round_to": 0})).values()
+    model = make(moe={"depth_of_gates": value, "top_k": 2, "round_to": value})
+    (layer,) = moe_layers(model).values()
     assert layer.config.top_k == 2
-    with pytest.raises(ValueError, match=r"depth_of_gates \(3\) is no field of MoEConfig any more"):
-        make(moe={"depth_of_gates": 3})
+    said = " ".join(lines())
+    for name in ("depth_of_gates", "round_to"):
+        assert (f"{name} (3) is no field of MoEConfig any more" in said) == bool(value)
+
+
+@pytest.fixture
+def file_with_experts(tmp_path):
+    file = tmp_path / "experts.yaml"
+    file.write_text("MODEL: {MOE: {NUM_EXPERTS: 2, BLOCKS: [[], [], [1], []]}}")
+    return file
+
+
+@pytest.mark.parametrize("key", load.RETIRED)
+def test_measurements_take_them_in_opts(key, file_with_experts):
+    opts = [key, str(load.RETIRED[key].default)]
+    repeatable_step(file_with_experts, opts, None, None)
+    combinations(file_with_experts, opts, Options())
+
+
+@pytest.mark.parametrize(
+    ("opts", "key", "value"),
+    [
+        ("TEST.CROP False", "TEST.CROP_RATIO", 0),
+        ("AUG.MIXUP_PROB 0", "AUG.MIXUP", 0),
+        ("MODEL.MOE.STRATEGY fixed MODEL.MOE.R 0", "MODEL.MOE.STRATEGY", "r0 d1 linear"),
+    ],
+)
+def test_measurements_have_the_values_that_other_keys_have_now(opts, key, value, file_with_experts):
+    config = repeatable_step(file_with_experts, opts.split(), None, None)
+    assert flatten(config)[key] == value
+    ((_, config, _),) = combinations(file_with_experts, opts.split(), Options(batch_sizes=(1,)))
+    assert flatten(config)[key] == value
+
+
+def test_measurements_refuse_opts_without_effect(file_with_experts):
+    with pytest.raises(
+        UserError, match=r"^--opts TRAIN\.BASE_LR is 0\.5, but what is measured has"
+    ):
+        repeatable_step(file_with_experts, ["TRAIN.BASE_LR", "0.5"], None, None)
+    with pytest.raises(
+        UserError, match=r"^--opts DATA\.BATCH_SIZE is 3, but --batch-sizes decides"
+    ):
+        combinations(file_with_experts, ["DATA.BATCH_SIZE", "3"], Options())
