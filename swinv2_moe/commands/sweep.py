@@ -32,11 +32,26 @@ from swinv2_moe.output import say
 if TYPE_CHECKING:
     from swinv2_moe.measure.sweep import SweepPlan, Variant
 
+_REMOVED = {  # options of `ablate`, with what does their work
+    "--measure": "`swinv2-moe show-routing RUN` measures class bits; commit d7f9e26 is the last"
+    " that measures the routers' gradients",
+    "--speed": "`swinv2-moe throughput` measures inference",
+}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class _Removed(argparse.Action):
+    """An option of `ablate`. Its message comes before that of missing options."""
+
+    def __call__(self, *_) -> None:
+        option = self.option_strings[0]
+        raise UserError(f"{option} has been removed: {_REMOVED[option]}")
 
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
+    for option in _REMOVED:
+        parser.add_argument(option, nargs="?", action=_Removed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--plan", required=True, metavar="FILE", help="a YAML file of variants and seeds"
     )
@@ -123,9 +138,11 @@ def needs_few_shot(file: Path, data: str) -> bool:
 def needs_routing(directory: Path, images: int) -> bool:
     """Whether a run has experts whose class bits are not measured yet on this number of images."""
     from swinv2_moe.measure.run_record import read_run
-    from swinv2_moe.measure.sweep import ROUTING, read_optional
+    from swinv2_moe.measure.sweep import MEASURED, ROUTING, read_optional
 
     if read_optional(directory / ROUTING).get("limit") == images:
+        return False
+    if read_optional(directory / MEASURED).get("images") == images:
         return False
     steps = read_run(directory, needs_steps=False).steps
     return bool(steps and steps[-1].get("moe_layers"))
@@ -138,7 +155,8 @@ def check_runs(
     results.
 
     Raises:
-        UserError: a configuration cannot be used, or differs from that of an existing run.
+        UserError: a configuration cannot be used, or differs from that of an existing run; a
+            variant that is not trained yet has a key without effect.
     """
     from swinv2_moe.measure.sweep import check_unchanged, run_directory
 
@@ -146,6 +164,8 @@ def check_runs(
     for variant, seed in runs:
         directory = run_directory(output, variant.name, seed)
         check_unchanged(directory, f"variant {variant.name}", variant.config(seed, data))
+        if not (directory / "summary.json").is_file():
+            variant.check_trainable()
     return runs
 
 

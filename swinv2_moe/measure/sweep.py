@@ -11,7 +11,8 @@
 
 `opts` of a variant override those of the stage, and these override those of the plan. With
 `grid: {TRAIN.BASE_LR: [0.001, 0.002]}` there is a variant for each value (of several keys: for each
-combination), named soft-0.001 and so on.
+combination), named soft-0.001 and so on; a value that cannot be in a name, such as a list, is named
+by its number.
 
 Intervals are 95% intervals of Student's t over seeds. The difference to the control is paired by
 seed; its interval is that of the paired differences.
@@ -36,7 +37,7 @@ from swinv2_moe.config import (
     load_config,
     resolve_batch_size,
 )
-from swinv2_moe.config.load import RETIRED
+from swinv2_moe.config.load import RETIRED, translate
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded, read_json
 from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run
@@ -44,6 +45,7 @@ from swinv2_moe.output import printable
 
 FEW_SHOT = "few_shot.json"
 ROUTING = Path("routing", "routing.json")
+MEASURED = "measured.json"  # of `ablate`, the sweep of earlier versions: class bits
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _PLAN_KEYS = ("control", "seeds", "opts", "variants", "grid", "stages")
 _STAGE_KEYS = ("seeds", "opts", "variants")
@@ -59,6 +61,7 @@ class Variant:
     name: str
     base: Path
     opts: tuple[str, ...]  # KEY VALUE ...
+    without_effect: tuple[str, ...] = ()  # its own keys that earlier versions had
 
     def config(self, seed: int, data: str | None) -> CfgNode:
         """The configuration of a run on one process.
@@ -71,6 +74,19 @@ class Variant:
             return resolve_batch_size(load_config(self.base, opts, data), 1)
         except UserError as error:
             raise UserError(f"variant {self.name}: {error}") from error
+
+    def check_trainable(self) -> None:
+        """Check that every key of the variant has an effect. Finished runs of earlier versions are
+        shown without this check.
+
+        Raises:
+            UserError: it has none; the message names the key.
+        """
+        for key in self.without_effect:
+            raise UserError(
+                f"variant {self.name}: {key} is no key any more: {RETIRED[key].became}; without it"
+                " there is nothing to compare"
+            )
 
 
 @dataclass(frozen=True)
@@ -152,6 +168,8 @@ def _with_grid(variants: dict[str, object], content: object) -> dict[str, object
     """Each variant with each combination of the grid's values."""
     grid = _opts(content, "grid")
     for key, values in grid.items():
+        if key in RETIRED:
+            raise ValueError(f"grid.{key} is no key any more: {RETIRED[key].became}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"grid.{key} is {values!r}, it must be a list of values")
     if not grid:
@@ -160,10 +178,25 @@ def _with_grid(variants: dict[str, object], content: object) -> dict[str, object
     for name, content in variants.items():
         variant = _mapping(content, f"variants.{name}", _VARIANT_KEYS)
         opts = _opts(variant.get("opts", {}), f"variants.{name}.opts")
-        for values in itertools.product(*grid.values()):
+        for choice in itertools.product(*map(_named, grid.values())):
+            full_name = "-".join([name, *(value_name for value_name, _ in choice)])
+            if full_name in combined:
+                raise ValueError(f"grid: two variants have the name {full_name!r}")
+            values = [value for _, value in choice]
             chosen = dict(zip(grid, values, strict=True))
-            combined["-".join([name, *map(str, values)])] = variant | {"opts": opts | chosen}
+            combined[full_name] = variant | {"opts": opts | chosen}
     return combined
+
+
+def _named(values: list) -> list[tuple[str, object]]:
+    """The values with their names: the value itself, or its number where that is no name."""
+    named = []
+    for number, value in enumerate(values, start=1):
+        name = str(value)
+        if not _NAME.fullmatch(name):
+            name = str(number)
+        named.append((name, value))
+    return named
 
 
 def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
@@ -175,10 +208,20 @@ def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
         raise ValueError(f"variants.{name}.base is {base!r}, it must be a configuration file")
     if not Path(base).is_file():
         raise ValueError(f"variants.{name}.base {base}: no such file")
-    opts = common | _opts(definition.get("opts", {}), f"variants.{name}.opts")
+    own = _opts(definition.get("opts", {}), f"variants.{name}.opts")
+    opts = common | own
     if "SEED" in opts:
         raise ValueError(f"variants.{name}.opts: SEED is set by the sweep")
-    return Variant(name, Path(base), tuple(as_opts(opts)))
+    without_effect = tuple(key for key, value in own.items() if _has_no_effect(key, value))
+    return Variant(name, Path(base), tuple(as_opts(opts)), without_effect)
+
+
+def _has_no_effect(key: str, value: object) -> bool:
+    """Whether an earlier version computed something else with this value, and this one does not."""
+    retired = RETIRED.get(key)
+    if retired is None or retired.moved_to or retired.shapes_weights:
+        return False  # `load_config` translates or refuses the last two
+    return value != retired.default and not translate({key: value})
 
 
 def _opts(content: object, where: str) -> dict[str, Any]:
@@ -261,7 +304,7 @@ class Run:
     seed: int
     record: RunRecord
     few_shot: dict
-    routing: dict
+    routing: dict  # of ROUTING, or MEASURED
 
     @property
     def summary(self) -> dict:
@@ -284,8 +327,10 @@ class Run:
     @property
     def class_bits(self) -> float | None:
         """Mutual information in bits of expert and class above chance, the mean over the layers."""
+        if "layers" not in self.routing:
+            return self.routing.get("class_bits")  # MEASURED
         bits = []
-        for layer in self.routing.get("layers", {}).values():
+        for layer in self.routing["layers"].values():
             bits.append(layer["bits"]["class"] - layer["bits"]["class_by_chance"])
         return mean(bits) if bits else None
 
@@ -362,7 +407,8 @@ def _read(directory: Path, seed: int) -> Run | None:
         record = read_run(directory, needs_steps=False)
     except NotBegunError:
         return None
-    few_shot, routing = (read_optional(directory / file) for file in (FEW_SHOT, ROUTING))
+    few_shot = read_optional(directory / FEW_SHOT)
+    routing = read_optional(directory / ROUTING) or read_optional(directory / MEASURED)
     return Run(seed, record, few_shot, routing)
 
 

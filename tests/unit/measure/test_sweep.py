@@ -1,11 +1,13 @@
 """Intervals, paired differences, the comparison at equal MACs and equal time, what counts until a
 target, names and grids of a plan."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from swinv2_moe.commands.sweep import check_runs, needs_routing, parse
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.sweep import (
     Run,
@@ -150,3 +152,69 @@ def test_a_grid_makes_a_variant_of_each_combination(write_plan):
     file.write_text(file.read_text().replace("[0.5]", "0.5"))
     with pytest.raises(UserError, match=r"grid.TRAIN.BASE_LR is 0.5, it must be a list"):
         read_plan(file)
+
+
+def with_grid(file, grid, opts="{}"):
+    file.write_text(f"{file.read_text()}opts: {opts}\ngrid: {grid}\n")
+    return file
+
+
+def test_lists_in_a_grid_are_named_by_their_numbers(write_plan):
+    file = with_grid(write_plan("8-1", "[8-2]"), "{MODEL.MOE.BLOCKS: [[[], [0]], [[], [1]]]}")
+    opts = {name: variant.opts for name, variant in read_plan(file).variants.items()}
+    assert opts == {
+        "8-1": ("MODEL.MOE.BLOCKS", "[[], [0]]"),
+        "8-2": ("MODEL.MOE.BLOCKS", "[[], [1]]"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("{SEED: [1, 1]}", "grid: two variants have the name '8-1'"),
+        (
+            "{AUG.RECOUNT: [1, 2]}",
+            r"grid\.AUG\.RECOUNT is no key any more: one region is erased",
+        ),
+    ],
+)
+def test_grids_without_a_comparison_are_refused(write_plan, grid, message):
+    with pytest.raises(UserError, match=message):
+        read_plan(with_grid(write_plan("8-1", "[8-1]"), grid))
+
+
+@pytest.mark.parametrize(
+    ("opts", "says"),
+    [
+        ("{AUG.RECOUNT: 2}", "variant 8: AUG.RECOUNT is no key any more: one region is erased;"),
+        ("{AUG.RECOUNT: 1}", None),
+        ("{AUG.MIXUP_PROB: 0}", None),
+        ("{TEST.CROP: false}", None),
+    ],
+)
+def test_a_variant_whose_keys_have_no_effect_is_not_trained(write_plan, tmp_path, opts, says):
+    file = write_plan("8", "[8]")
+    file.write_text(file.read_text().replace("base.yaml}", f"base.yaml, opts: {opts}}}"))
+    variants = list(read_plan(file).variants.values())
+    (tmp_path / "base.yaml").write_text("SEED: 0")
+    if says is None:
+        assert len(check_runs(variants, 1, tmp_path, None)) == 1
+        return
+    with pytest.raises(UserError) as caught:
+        check_runs(variants, 1, tmp_path, None)
+    assert str(caught.value).startswith(says)
+    (tmp_path / "8-seed0").mkdir()
+    (tmp_path / "8-seed0" / "summary.json").touch()
+    assert len(check_runs(variants, 1, tmp_path, None)) == 1
+
+
+def test_class_bits_of_earlier_versions_are_read(tmp_path):
+    (tmp_path / "measured.json").write_text('{"images": 2000, "class_bits": 0.5}')
+    assert not needs_routing(tmp_path, 2000)
+    assert replace(run(0, [1.0]), routing={"images": 2000, "class_bits": 0.5}).class_bits == 0.5
+
+
+def test_options_that_were_removed_are_named(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ablate", "--measure", "RUN"])
+    with pytest.raises(UserError, match=r"^--measure has been removed: `swinv2-moe show-routing"):
+        parse()
