@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,7 @@ class Operators(TorchDispatchMode):
         self.modules: list[str] = []  # the phases of the modules that run, the innermost last
         self.differentiated: dict[int, str] = {}  # phases by autograd's sequence number
         self.is_after_forward = False
+        self.thread = get_ident()  # of the forward pass
         self.restore = ExitStack()
 
     def __enter__(self):
@@ -175,6 +177,10 @@ class Operators(TorchDispatchMode):
             return "optimiser"
         else:
             phase = "trunk"
+        # On a GPU the backward pass has a thread with numbers of its own. What it computes again is
+        # not differentiated: blocks' activations are recomputed for the nodes of the forward pass.
+        if get_ident() != self.thread:
+            return phase
         # the node of this operator has the last number, if the operator is differentiated
         self.differentiated.setdefault(torch.autograd._get_sequence_nr() - 1, phase)
         return phase

@@ -2,7 +2,9 @@
 
 import os
 import statistics
+from collections import defaultdict
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +125,18 @@ def test_a_backward_pass_that_computes_blocks_again_counts_them_again(batch, wor
     found = phases.count(again.model, lambda: again.run([batch], 0))
     for name in ("router", "experts"):
         assert found[name].flops == work[name].flops * 4 / 3
+
+
+def test_operators_of_another_thread_do_not_name_nodes(step):
+    """On a GPU the backward pass has a thread, whose sequence numbers begin at 0 again."""
+    with phases.Operators(step.model, defaultdict(Work)) as operators:
+        torch.ones(1, requires_grad=True) * 2
+        numbered = dict(operators.differentiated)
+        thread = Thread(target=operators._phase, args=("aten::mul",))
+        thread.start()
+        thread.join()
+    assert set(numbered.values()) == {"trunk"}
+    assert operators.differentiated == numbered
 
 
 def test_memory_of_dispatch_and_experts(step, work):
