@@ -129,8 +129,9 @@ def test_a_backward_pass_that_computes_blocks_again_counts_them_again(batch, wor
 
 def test_operators_of_another_thread_do_not_name_nodes(step):
     """On a GPU the backward pass has a thread, whose sequence numbers begin at 0 again."""
+    x = torch.ones(1, requires_grad=True)
     with phases.Operators(step.model, defaultdict(Work)) as operators:
-        torch.ones(1, requires_grad=True) * 2
+        _ = x * 2
         numbered = dict(operators.differentiated)
         thread = Thread(target=operators._phase, args=("aten::mul",))
         thread.start()
