@@ -29,13 +29,13 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.model_types import model_section, model_types
-from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.models import MoEModel, build_model, load_dense
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import (
     count_classes,
-    find_checkpoint,
+    open_newest,
     read_weights_of,
     write_weights,
 )
@@ -71,7 +71,8 @@ def import_weights(
     check_new(output)
     if not 0 <= noise < math.inf:
         raise UserError(f"--noise is {noise}, it must be finite and not negative")
-    step, notes = 0, []
+    step = 0
+    notes: list[str] = []
     if kind == "single":
         tensors, file_config, file_names, step = _read_single(source)
         config, class_names = config or file_config, class_names or file_names
@@ -129,7 +130,7 @@ def export_weights(
             raise UserError(f"--ranks {ranks}: a directory for the hub holds the whole model")
         export_hub(checkpoint, output)
         return [output]
-    source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
+    source = open_newest(checkpoint)
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
     model = _meta_model(section, count_classes(source, section))
@@ -234,7 +235,7 @@ def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int
     return tensors, config, class_names, step
 
 
-def _meta_model(config: ModelConfig, num_classes: int) -> nn.Module:
+def _meta_model(config: ModelConfig, num_classes: int) -> MoEModel:
     with torch.device("meta"):
         return build_model(config, num_classes)
 
@@ -243,7 +244,8 @@ def _num_classes(
     state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The number of classes of the classifier in `state`, under timm's or Microsoft's name."""
-    name = f"{model_types()[config.type].model.classifier}.weight"
+    model: type[MoEModel] = model_types()[config.type].model
+    name = f"{model.classifier}.weight"
     head = state.get(name, state.get("head.weight"))
     num_classes = config.num_classes
     if head is not None and head.ndim:

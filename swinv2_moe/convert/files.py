@@ -63,9 +63,9 @@ def find_sources(path: Path) -> Sources:
             other = rank_file(stem, min(ranks))
             raise UserError(f"{path}: there are both {whole_model.name} and {other.name}; name one")
         return Sources(whole_model, [whole_model])
-    master: Path | None = stem.with_name(f"{stem.name}.master")
-    if not master.is_file():
-        master = None
+    master = None
+    if stem.with_name(f"{stem.name}.master").is_file():
+        master = stem.with_name(f"{stem.name}.master")
     if not ranks and master is None:
         first = rank_file(stem, 0)
         raise UserError(
@@ -97,7 +97,7 @@ def _existing_ranks(path: Path) -> set[int]:
     try:
         matches = [re.fullmatch(pattern, name) for name in os.listdir(path.parent)]
     except OSError as error:
-        raise UserError(f"{path.parent}: {error.strerror.lower()}") from error
+        raise UserError(f"{path.parent}: {(error.strerror or str(error)).lower()}") from error
     return {int(match[1]) for match in matches if match}
 
 

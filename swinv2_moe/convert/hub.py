@@ -5,6 +5,7 @@ after an upload, once the module of the model's class is imported.
 """
 
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -17,7 +18,7 @@ from swinv2_moe.convert.model_card import model_card
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
-from swinv2_moe.train.checkpoint import count_classes, find_checkpoint, read_weights_of
+from swinv2_moe.train.checkpoint import count_classes, open_newest, read_weights_of
 
 # Keys about the machine of the training, with the values that are exported instead.
 _NOT_THE_MODELS = {"MODEL.MOE.KERNELS": "auto"}
@@ -35,7 +36,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     """
     if output.exists() or output.is_symlink():
         raise UserError(f"--output {output}: already exists")
-    source = find_checkpoint(str(checkpoint), checkpoint, key="checkpoint", weights_only=True)
+    source = open_newest(checkpoint)
     name = f"checkpoint {source.directory}"
     config = config_from_text(source.meta["config"], name, as_opts(_NOT_THE_MODELS))
     section = model_config(config)
@@ -46,7 +47,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
         )
     num_classes = count_classes(source, section)
     arguments = model_arguments(section, num_classes)
-    model = timm.create_model(section.type, **arguments).eval()
+    model: Any = timm.create_model(section.type, **arguments).eval()
     load_strict(model, read_weights_of(source, model), name)
     labels = {"label_names": source.meta["class_names"]}
     data = data_config(config)
@@ -54,7 +55,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     with new_directory(output) as directory, writing(output):
         save_for_hf(
             model,
-            directory,
+            str(directory),
             model_config=labels,
             model_args=arguments,
             safe_serialization=True,

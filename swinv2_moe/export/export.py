@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from moe_core.files import fsync, fsync_and_hash
 from swinv2_moe.config import DataConfig, ExpertsConfig
@@ -28,6 +27,7 @@ from swinv2_moe.export.comparison import (
     validation_batches,
 )
 from swinv2_moe.files import new_directory, publish_directory, writing
+from swinv2_moe.models import MoEModel
 from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
@@ -144,7 +144,7 @@ class _Task:
     """One program to be written and compared with the model."""
 
     kind: str
-    model: nn.Module
+    model: MoEModel
     device: torch.device
     choices: Choices
     batches: Batches

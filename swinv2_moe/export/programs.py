@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,9 +141,10 @@ def _write_onnx(exported: torch.export.ExportedProgram, dtype: str, file: Path) 
         output_names=[OUTPUT],
         custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
     )
+    assert program is not None
     products = [node for node in program.model.graph if node.op_type in ("MatMul", "Gemm")]
     routers = [
-        node.name for node in products if _ROUTER.search(node.metadata_props.get(_SCOPES, ""))
+        str(node.name) for node in products if _ROUTER.search(node.metadata_props.get(_SCOPES, ""))
     ]
     if dtype == "bfloat16":
         not_routers = [node for node in products if node.name not in routers]
@@ -163,7 +165,8 @@ def _stable_sort(values, stable: bool = True, dim: int = -1, descending: bool = 
     """
     from onnxscript import opset18 as op
 
-    size = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    index: Any = op.Constant(value_ints=[dim])
+    size = op.Gather(op.Shape(values), index)
     return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
 
 

@@ -7,6 +7,7 @@ otherwise.
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,10 @@ class FusedWindowAttention(WindowAttention):
     """
 
     cosine = True  # queries and keys are normalised
+
+    if TYPE_CHECKING:  # buffers of timm's class; TorchScript reads annotations
+        relative_position_index: Tensor
+        k_bias: Any
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)

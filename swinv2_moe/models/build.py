@@ -1,7 +1,7 @@
 """Build the model of a configuration, and count its parameters and multiply-accumulates on the meta
 device, without memory or computation."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
     )
 
 
-def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, object]:
+def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
     """The arguments of the model's class, without those about ranks; ready for JSON."""
     experts = config.experts
     return {

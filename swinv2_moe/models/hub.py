@@ -165,7 +165,7 @@ def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
             reason += f"; download {config.url} and set MODEL.PRETRAINED to its path"
         raise UserError(f"MODEL.PRETRAINED {name}: timm {reason}")
     repository, _, revision = config.hf_hub_id.partition("@")
-    files = _FILES
+    files: tuple[str, ...] = _FILES
     if config.hf_hub_filename:
         files = (config.hf_hub_filename,)
     return repository, revision or None, files

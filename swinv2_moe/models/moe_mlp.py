@@ -68,7 +68,7 @@ class MoEMlp(nn.Module):
             self.aux_loss = None
             return y
         if self.training and self.attaches_aux_loss and aux_loss.requires_grad:
-            attach = _AttachedLoss
+            attach: type[torch.autograd.Function] = _AttachedLoss
             if torch.compiler.is_compiling():
                 attach = _CompiledAttachedLoss
             y = attach.apply(y, aux_loss, self.aux_loss_weight)

@@ -34,6 +34,7 @@ def set_norm_position(block: SwinTransformerV2Block, position: str) -> None:
     if position != "post":
         # Only the forward method changes, not the state, as in swin_moe.
         block.__class__ = ExpertBlock
+        assert isinstance(block, ExpertBlock)
         block.norm_position = position
 
 

@@ -17,7 +17,7 @@ pad.
 # B images on a canvas, H x W tokens of a stage's map, W windows of a map, N tokens of a window
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,12 @@ class TokenMask(NamedTuple):
 class _MaskedBlock:
     """Attention and FFN of a block on a map [B, H, W, C] with padding."""
 
+    window_size: Any
+    shift_size: Any
+    window_area: int
+    attn: Any
+    mlp: Any
+
     def _masked_attention(self, x: Tensor, token_mask: TokenMask) -> Tensor:
         _, height, width, channels = x.shape
         window, shift = self.window_size, self.shift_size
@@ -78,7 +84,7 @@ class _MaskedBlock:
 class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
     """`x + norm1(attn(x))`, then `x + norm2(mlp(x))`."""
 
-    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:  # type: ignore[override]
         x = x + self.drop_path1(self.norm1(self._masked_attention(x, token_mask)))
         return x + self.drop_path2(ffn_branch(self, x, **self._ffn_mask(token_mask)))
 
@@ -86,7 +92,7 @@ class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
 class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):
     """`x + attn(norm1(x))`, then `x + mlp(norm2(x))`."""
 
-    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:
+    def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:  # type: ignore[override]
         x = x + self.drop_path1(self._masked_attention(self.norm1(x), token_mask))
         return x + self.drop_path2(self.mlp(self.norm2(x), **self._ffn_mask(token_mask)))
 
@@ -125,7 +131,7 @@ def stage_maps(
         recompute: activation checkpointing. Blocks store only their input, and run again in the
             backward pass.
     """
-    canvas = images.shape[-2:]
+    canvas: Size = (images.shape[-2], images.shape[-1])
     patch = model.patch_embed.patch_size
     if sizes is None or _fill(sizes, canvas):
         sizes = [canvas]
@@ -154,13 +160,13 @@ def _divided(sizes: Sequence[Size], factor: Size) -> list[Size]:
     return [(-(-h // factor[0]), -(-w // factor[1])) for h, w in sizes]
 
 
-def _token_mask(sizes: list[Size], x: Tensor, blocks: nn.ModuleList) -> TokenMask:
+def _token_mask(sizes: list[Size], x: Tensor, blocks: Any) -> TokenMask:
     """The mask of a stage with the map x [B, H, W, C].
 
     Args:
         sizes: of the images, in tokens; a single one if all images fill the canvas.
     """
-    size = x.shape[1:3]
+    size: Size = (x.shape[1], x.shape[2])
     window = blocks[0].window_size
     padded = (size[0] + -size[0] % window[0], size[1] + -size[1] % window[1])
     images_per_size = len(x) // len(sizes)

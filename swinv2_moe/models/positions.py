@@ -8,6 +8,7 @@ MODEL.SWINV2.PRETRAINED_WINDOW_SIZES if it has changed.
 # S stages, w a window's side in tokens
 
 from collections.abc import Sequence
+from typing import Any
 
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor
@@ -25,8 +26,9 @@ def windows_of_tables(state: dict[str, Tensor], stages: int) -> list[int] | None
 
     It is computed from the coordinate tables that some files hold. None for files without them.
     """
-    tables = [state.get(_TABLE.format(stage)) for stage in range(stages)]
-    if any(table is None for table in tables):
+    found = [state.get(_TABLE.format(stage)) for stage in range(stages)]
+    tables = [table for table in found if table is not None]
+    if len(tables) < stages:
         return None
     windows = [_window_of(table) for table in tables]
     if all(windows):
@@ -53,6 +55,7 @@ def _window_of(table: Tensor) -> int:
 def windows_of_model(model: SwinTransformerV2) -> list[int]:
     """For each stage the window side that the position biases of a SwinV2 were trained with."""
     windows = []
+    stage: Any
     for stage in model.layers:
         attention = stage.blocks[0].attn
         windows.append(attention.pretrained_window_size[0] or attention.window_size[0])
@@ -61,6 +64,7 @@ def windows_of_model(model: SwinTransformerV2) -> list[int]:
 
 def set_windows(model: SwinTransformerV2, windows: Sequence[int]) -> None:
     """Measure the positions of each stage by another window side than the stage's own."""
+    stage: Any
     for stage, window in zip(model.layers, windows, strict=True):
         for block in stage.blocks:
             block.attn.pretrained_window_size = (window, window)

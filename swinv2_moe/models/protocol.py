@@ -110,6 +110,7 @@ class MoEModel(nn.Module):
         if num_experts:
             _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
         for i, blocks in enumerate(stages):
+            block: Any
             for j, block in enumerate(blocks):
                 self.adapt_block(block)
                 if not num_experts or i >= len(moe_blocks) or j not in moe_blocks[i]:
@@ -133,17 +134,17 @@ class MoEModel(nn.Module):
 
     # Defined by each model
 
-    def block_stages(self) -> list[Sequence[nn.Module]]:
+    def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
         """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
         raise NotImplementedError
 
     # Overridden by models that differ
 
-    def adapt_block(self, block: nn.Module) -> None:
+    def adapt_block(self, block: Any) -> None:
         """Replace the parts of a timm block that differ. Called before the FFN is replaced by
         experts."""
 
-    def place_norm(self, block: nn.Module, position: str) -> None:
+    def place_norm(self, block: Any, position: str) -> None:
         """Set the position of the norm in a block with experts.
 
         Raises:
@@ -155,7 +156,7 @@ class MoEModel(nn.Module):
                 " blocks normalise behind the experts"
             )
 
-    def tokens_of_image(self, block: nn.Module) -> int:
+    def tokens_of_image(self, block: Any) -> int:
         """The number of tokens of an image in a block, at the model's image size.
 
         Used by Soft MoE if the number of slots is not given.
@@ -198,7 +199,7 @@ class MoEModel(nn.Module):
     def init_weights(self, *args, **kwargs) -> None:
         """As timm, and compute the buffers that no state dict has: after `to_empty` they have no
         values. `load_state_dict` also computes them."""
-        super().init_weights(*args, **kwargs)
+        super().init_weights(*args, **kwargs)  # type: ignore[misc]  # timm's
         _recompute_buffers(self)
 
     def input_shape(self) -> tuple[int, int, int]:
@@ -238,7 +239,7 @@ class MoEModel(nn.Module):
         biases."""
         names = [name for name, _ in self.named_parameters()]
         ours = {name for name in names if any(part in name for part in _NO_WEIGHT_DECAY)}
-        return super().no_weight_decay() | ours
+        return super().no_weight_decay() | ours  # type: ignore[misc]  # timm's
 
 
 class WithAuxLoss(nn.Module):
@@ -255,6 +256,7 @@ class WithAuxLoss(nn.Module):
 
 
 def _recompute_buffers(model: nn.Module, *_) -> None:
+    module: Any
     for module in model.modules():
         if hasattr(module, "init_non_persistent_buffers"):  # timm's blocks and attention
             module.init_non_persistent_buffers()

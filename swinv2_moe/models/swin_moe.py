@@ -6,6 +6,7 @@ released weights.
 """
 
 from itertools import chain
+from typing import Any
 
 from timm.layers import Mlp
 from timm.models import swin_transformer, swin_transformer_v2
@@ -59,7 +60,7 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
                 )
         self.init_weights(needs_reset=False)
 
-    def adapt_block(self, block: SwinTransformerV2Block) -> None:
+    def adapt_block(self, block: Any) -> None:
         super().adapt_block(block)
         # The state is the same and the order of the norms differs, so the class is the only
         # difference between the two blocks.
@@ -74,13 +75,14 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
             dtype=fc1.weight.dtype,
         )
 
-    def place_norm(self, block: SwinTransformerV2Block, position: str) -> None:
+    def place_norm(self, block: Any, position: str) -> None:
         """As MoEModel; blocks of this model already normalise before the experts."""
         MoEModel.place_norm(self, block, position)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """As timm, but norm weights start at one. timm starts them at zero, for res-post-norm."""
         super().init_weights(needs_reset=needs_reset)
+        block: Any
         for block in chain.from_iterable(self.block_stages()):
             block.norm1.reset_parameters()
             block.norm2.reset_parameters()

@@ -1,11 +1,10 @@
 """Swin Transformer V2 with mixtures of experts in chosen blocks: timm's trunk, moe_core's
 feed-forward layers."""
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from timm.models.swin_transformer_v2 import (
     SwinTransformerV2,
-    SwinTransformerV2Block,
     checkpoint_filter_fn,
 )
 from torch import Tensor, nn
@@ -35,16 +34,19 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     attention: type[FusedWindowAttention] = FusedWindowAttention
     classifier = "head.fc"
 
+    if TYPE_CHECKING:  # TorchScript reads annotations
+        layers: Any  # timm's stages
+
     def _init_weights(self, m: nn.Module, needs_reset: bool = True) -> None:
         # meta tensors hold no values, and skipping the initialisation halves the time
         if not (isinstance(m, nn.Linear) and m.weight.is_meta):
             super()._init_weights(m, needs_reset)
 
-    def adapt_block(self, block: SwinTransformerV2Block) -> None:
+    def adapt_block(self, block: Any) -> None:
         """Replace timm's attention."""
         block.attn = self.attention.like(block.attn)
 
-    def place_norm(self, block: SwinTransformerV2Block, position: str) -> None:
+    def place_norm(self, block: Any, position: str) -> None:
         """As MoEModel; one of NORM_POSITIONS.
 
         Raises:
@@ -60,7 +62,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
             )
         set_norm_position(block, position)
 
-    def block_stages(self) -> list[Sequence[nn.Module]]:
+    def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
         """As MoEModel."""
         return [stage.blocks for stage in self.layers]
 

@@ -211,7 +211,7 @@ def _backward_queries(
     WIDTH: tl.constexpr = HEADS * D
     grad_biases = ()
     for j in tl.static_range((N + BLOCK - 1) // BLOCK):
-        grad_biases = grad_biases + (
+        grad_biases = grad_biases + (  # type: ignore[assignment]  # the loop is unrolled
             tl.zeros([ROWS, BLOCK if j < N // BLOCK else TAIL], dtype=tl.float32),
         )
     scale_grads = tl.zeros([ROWS], dtype=tl.float32)
@@ -237,7 +237,7 @@ def _backward_queries(
             scores = _scores(q, k, head_scale, head_bias, window_mask, rows, keys, N, 1, N)
             p = tl.exp2(scores - log2_sum[:, None])
             grad_scores = p * (tl.dot(grads, tl.trans(v), input_precision="ieee") - deltas[:, None])
-            new_grad_biases = new_grad_biases + (grad_biases[j] + grad_scores,)
+            new_grad_biases = new_grad_biases + (grad_biases[j] + grad_scores,)  # type: ignore[assignment]
             total = tl.dot(grad_scores.to(k.dtype), k, total, input_precision="ieee")
         grad_biases = new_grad_biases
         along = tl.sum(total * q, 1)

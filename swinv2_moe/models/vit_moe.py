@@ -5,7 +5,7 @@ Sources: ViT, arXiv 2010.11929; V-MoE, arXiv 2106.05974, which puts experts in e
 
 # B images, N tokens of an image, K choices of a token, h x w patches, M model dim
 
-from collections.abc import Sequence
+from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -25,11 +25,11 @@ class VisionTransformerMoE(MoEModel, VisionTransformer):
     routed like every other token.
     """
 
-    def block_stages(self) -> list[Sequence[nn.Module]]:
+    def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
         """As MoEModel."""
         return [self.blocks]
 
-    def tokens_of_image(self, block: nn.Module) -> int:
+    def tokens_of_image(self, block: Any) -> int:
         """As MoEModel."""
         return self.patch_embed.num_patches + self.num_prefix_tokens
 

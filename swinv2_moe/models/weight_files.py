@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -107,7 +107,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
         raise UserError(f"weights {file}: {error}") from error
 
 
-def unwrapped(content: object) -> object:
+def unwrapped(content: Any) -> Any:
     """The state dict in the content of a training program's file: the value of the first of
     `_CONTAINERS`, also of one inside of another, or the whole content."""
     for _ in _CONTAINERS:
@@ -150,7 +150,7 @@ def without_prefixes(state: dict[str, Tensor], source: str) -> dict[str, Tensor]
     return renamed
 
 
-def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -> dict:
+def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[Any]) -> dict:
     """Read an opened file. Raises ValueError with the reason, without the file's name."""
     is_zip = content.read(len(_ZIP)) == _ZIP
     content.seek(0)
@@ -168,7 +168,7 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     ):
         raise ValueError("holds no state dict of tensors")
     for name, tensor in state.items():
-        problem = "has a name that is no text"
+        problem: str | None = "has a name that is no text"
         if isinstance(name, str):
             problem = _why_unusable(tensor)
         if problem:
@@ -179,7 +179,7 @@ def _read_torch_file(file: Path, content: BinaryIO, allowed: Sequence[object]) -
     return loaded
 
 
-def _load(source: Path | BinaryIO, is_zip: bool) -> object:
+def _load(source: Path | BinaryIO, is_zip: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error message gives the reason
@@ -296,7 +296,7 @@ def _check_records(state: dict[str, Tensor], records: set[tuple[int, int]]) -> N
         content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         checksum = 0
         if has_checksums:
-            checksum = zlib.crc32(content)
+            checksum = zlib.crc32(content.data)
         if (size, checksum) not in records:
             raise ValueError(f"{name!r} is damaged (its checksum differs)")
 

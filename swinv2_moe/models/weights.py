@@ -294,6 +294,7 @@ def fit_head(
     bias = names[1]
     num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
     if not config.class_map:
+        assert rows is not None
         if max(rows) >= num_pretrained:
             raise UserError(
                 f"MODEL.PRETRAINED {config.pretrained}: its classifier has {num_pretrained} rows,"

@@ -71,7 +71,7 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
         if rank > 1:
             suffix = f"_{rank}"
         header += [f"{title}{suffix}" for title in ("class", "index", "probability")]
-    rows: list[list[object]] = [header + ["error"]]
+    rows: list[list[object]] = [[*header, "error"]]
     for prediction in predictions:
         row: list[object] = [str(prediction.file)]
         for guess in prediction.top:

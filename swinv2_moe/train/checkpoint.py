@@ -160,6 +160,18 @@ def find_checkpoint(
     raise UserError(f"{key} {resume}: holds no checkpoint (a directory with meta.json)")
 
 
+def open_newest(path: Path, key: str = "checkpoint") -> Checkpoint:
+    """The weights of a checkpoint, or of the newest undamaged checkpoint of a run.
+
+    Raises:
+        UserError: as `find_checkpoint`.
+    """
+    found = find_checkpoint(str(path), path, key=key, weights_only=True)
+    if found is None:  # a directory named "auto"
+        raise UserError(f"{key} {path}: holds no checkpoint (a directory with meta.json)")
+    return found
+
+
 def open_checkpoint(
     path: Path, world: World = _ONE_PROCESS, key: str = "checkpoint", weights_only: bool = False
 ) -> Checkpoint:

@@ -261,6 +261,14 @@ def test_what_is_no_checkpoint(source, convert, make_checkpoint, tmp_path):
     assert not list(tmp_path.glob("*y.pt*"))
 
 
+def test_a_directory_named_auto_is_no_run_to_go_on_with(convert, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("auto").mkdir()
+    for kind in ("tutel", "hub"):
+        finished = convert("export", kind, "auto", "--output", "y.pt")
+        assert_refused(finished, "checkpoint auto: holds no checkpoint")
+
+
 def test_a_full_disk_leaves_nothing(convert, make_checkpoint, monkeypatch, tmp_path):
     ours, saved, real = make_checkpoint()[0], [], torch.save
 
