@@ -22,7 +22,7 @@ _MAX_HOLDER = 300  # characters of the name of a process that holds a lock
 _log = logging.getLogger("moe_core")
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | os.PathLike) -> BinaryIO:
     """Open a regular file for reading in binary mode.
 
     Opening a named pipe would wait for a writer, and reading a device may never end.

@@ -32,7 +32,7 @@ _MAX_NAME = 255  # bytes; the limit of common file systems
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f/]")
 
 
-def read_bounded(path: str | Path, max_bytes: int) -> bytes:
+def read_bounded(path: str | os.PathLike, max_bytes: int) -> bytes:
     """The content of a regular file of at most `max_bytes` bytes.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Any
 
 from yacs.config import CfgNode
 
@@ -51,9 +52,9 @@ def default_config() -> CfgNode:
     return config
 
 
-def flatten(config: CfgNode, prefix: str = "") -> dict[str, object]:
+def flatten(config: CfgNode, prefix: str = "") -> dict[str, Any]:
     """`{"TRAIN.BASE_LR": 1e-3, ...}`, in the order of definition."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, CfgNode):
             flat |= flatten(value, f"{prefix}{key}.")

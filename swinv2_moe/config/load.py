@@ -326,7 +326,7 @@ def _from_opts(opts: Sequence[str]) -> dict[str, object]:
     """The values of KEY VALUE pairs, in the types of the keys."""
     if len(opts) % 2:
         raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
-    values = {}
+    values: dict[str, object] = {}
     for name, text in zip(opts[::2], opts[1::2], strict=True):
         keys = name.split(".")
         content: dict = {keys.pop(): text}
@@ -382,7 +382,7 @@ class _Files:
         content = _read(file)
         bases = content.pop("BASE", [])
         _check_bases(file, bases)
-        values = {}
+        values: dict[str, object] = {}
         self._open.append(path)
         for base in bases:
             values |= self.values(file.parent / base)
@@ -408,8 +408,7 @@ def _read(file: Path) -> dict:
 
 
 def _check_bases(file: Path, bases: object) -> None:
-    is_valid = isinstance(bases, list) and all(map(_can_be_path, bases))
-    if not is_valid:
+    if not isinstance(bases, list) or not all(map(_can_be_path, bases)):
         raise UserError(f"config {file}: BASE is {short(bases)}, it must be a list of files")
     if len(bases) > _MAX_FILES:
         raise UserError(

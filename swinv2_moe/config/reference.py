@@ -66,16 +66,16 @@ def describe(prefix: str) -> str:
 
 def meanings() -> dict[str, str]:
     """The meaning of each key, of the sections' fields and of model types."""
-    by_key = {}
+    by_key: dict[str, str] = {}
     for group, section in SECTIONS:
         names = {field.name for field in fields(section)}
         for field, option in options(section):
             key = f"{group}.{field.name.upper()}".lstrip(".")
             by_key.setdefault(key, _with_keys(option.meaning, names))
     for registered in model_types().values():
-        section = registered.section
-        for key, meaning in section.meanings.items():
-            by_key[f"MODEL.{section.name}.{key}"] = meaning
+        trunk = registered.section
+        for key, meaning in trunk.meanings.items():
+            by_key[f"MODEL.{trunk.name}.{key}"] = meaning
     return by_key
 
 

@@ -1,5 +1,7 @@
 """Convert a yacs tree to typed sections: each part of the program receives its own section."""
 
+from typing import Any
+
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig
@@ -101,7 +103,7 @@ def _experts(config: CfgNode) -> sections.ExpertsConfig:
     return sections.ExpertsConfig(**values, layer=layer_config(config))
 
 
-def _values(group: CfgNode) -> dict[str, object]:
+def _values(group: CfgNode) -> dict[str, Any]:
     """The values of a group's keys as `{"img_size": 192, ...}`, without nested groups."""
     values = {}
     for key, value in group.items():

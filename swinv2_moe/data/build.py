@@ -3,18 +3,17 @@
 import atexit
 import signal
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from swinv2_moe.config import DataConfig
-from swinv2_moe.data.datasets import Batch, ImageDataset, collate
+from swinv2_moe.data.datasets import ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
@@ -177,7 +176,7 @@ class Loader(DataLoader, Generic[S]):
     dataset: ImageDataset
     sampler: S
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Any:
         if self.num_workers == 0:
             return super().__iter__()
         # Started here, because starting it unblocks the signals. Under spawn and forkserver, the

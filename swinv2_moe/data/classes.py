@@ -165,7 +165,6 @@ def _names_in_json(text: bytes) -> list[str]:
     names = None
     if isinstance(content, dict):
         names = content.get("class_names")
-    is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not is_valid:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"class_names is {short(names)}, it must be a list of strings")
     return names

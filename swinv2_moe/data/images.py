@@ -10,7 +10,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
@@ -81,8 +81,10 @@ _SYSTEM_FOLDERS.add("System Volume Information")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _MIN_SAMPLE_VALUE, _MAX_SAMPLE_VALUE = 280, 281
 _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE = 340, 341
-_VALUE_TAGS = (_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT, _MIN_SAMPLE_VALUE)
-_VALUE_TAGS += (_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE)
+_VALUE_TAGS = (
+    *(_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT, _MIN_SAMPLE_VALUE),
+    *(_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE),
+)
 _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
 MAX_PIXELS = 120_000_000  # limit of an image
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
@@ -141,9 +143,9 @@ def upright(image: Image.Image) -> Image.Image:
     # Pillow raises SyntaxError, struct.error and others on broken EXIF data.
     except Exception:
         return image
-    turn = _TURNS.get(orientation)
-    if turn is None:
+    if orientation not in _TURNS:
         return image
+    turn = _TURNS[orientation]
     turned = image.transpose(turn)
     for key in _METADATA:  # otherwise a later reader would turn the image again
         turned.info.pop(key, None)
@@ -238,7 +240,7 @@ def _check_high_bytes(image: Image.Image) -> None:
         )
 
 
-def _tiff_tags(image: Image.Image) -> dict[int, float]:
+def _tiff_tags(image: Image.Image) -> dict[int, Any]:
     """The first number of each tag in _VALUE_TAGS that a TIFF has."""
     if not isinstance(image, TiffImagePlugin.TiffImageFile):
         return {}
@@ -308,7 +310,8 @@ def _files_below(folder: str, apart: frozenset[str]) -> Iterator[tuple[str, list
     real_path = os.path.realpath(folder)
     visited = set(apart) - {real_path}
     visited.update(map(str, Path(real_path).parents))
-    folders, links = [folder], deque()
+    folders = [folder]
+    links: deque[str] = deque()
     while folders or links:
         if folders:  # folders before links, which may lead to them
             directory = folders.pop()

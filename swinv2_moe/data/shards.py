@@ -21,7 +21,7 @@ import stat
 import tarfile
 import time
 from collections import Counter, OrderedDict
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -247,7 +247,7 @@ def _check_index(index: dict) -> None:
     _check_type("made", index.get("made", {}), dict)
 
 
-def _check_shards(split: str, shards: object) -> None:
+def _check_shards(split: str, shards: Any) -> None:
     _check_type(f"{split}: shards", shards, list)
     for number, shard in enumerate(shards):
         check_shard(f"{split}: shard {number}", shard)
@@ -257,7 +257,7 @@ def _check_shards(split: str, shards: object) -> None:
             raise ValueError(f"{split}: {count} shards have the name {name!r}")
 
 
-def check_shard(where: str, record: object) -> None:
+def check_shard(where: str, record: Any) -> None:
     """Raise ValueError unless `record` describes a shard. `where`: the record's name in
     messages."""
     _check_record(where, record, images=int, left_out=int)
@@ -270,7 +270,7 @@ def check_shard(where: str, record: object) -> None:
             raise ValueError(f"{where} ({record['name']}) has {key} {short(record[key])}")
 
 
-def _check_record(where: str, record: object, **more: type) -> None:
+def _check_record(where: str, record: Any, **more: type) -> None:
     """Raise ValueError unless `record` has the name, size and checksum of a file.
 
     Args:
@@ -342,7 +342,7 @@ def _read_members(path: str, count: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or one_line(str(error))
         raise UserError(f"{path}: cannot be read ({problem})") from error
-    rows = shape
+    rows: int | tuple[int, ...] = shape
     if len(shape) == 1:
         rows = shape[0]
     raise UserError(f"{path}: has {short(rows)} rows, index.json records {count} images")

@@ -47,7 +47,7 @@ def _train_transform(config: DataConfig) -> Transform:
             is_training=True,
             scale=aug.scale,
             hflip=aug.hflip,
-            color_jitter=aug.color_jitter or None,
+            color_jitter=aug.color_jitter or None,  # type: ignore[arg-type]  # timm tests for None
             auto_augment=auto_augment,
             interpolation=config.interpolation,
             mean=config.mean,
@@ -72,7 +72,7 @@ def _train_transform(config: DataConfig) -> Transform:
 
 def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:
     """The operations in `ops` of timm's RandAugment and AugMix, and `policy` of AutoAugment."""
-    ops = []
+    ops: list[AugmentOp] = []
     for step in transform.transforms:
         ops += getattr(step, "ops", ())
         for sub_policy in getattr(step, "policy", ()):

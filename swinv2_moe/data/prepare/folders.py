@@ -16,10 +16,12 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import make_directory
 
-# Raised by tarfile and the decompressors for damaged content,
-_DAMAGE = (tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError)
-# and by tarfile for names and numbers that cannot be parsed.
-_DAMAGE += (ArithmeticError, LookupError, RecursionError, ValueError)
+_DAMAGE: tuple[type[Exception], ...] = (
+    # raised by tarfile and the decompressors for damaged content,
+    *(tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError),
+    # and by tarfile for names and numbers that cannot be parsed
+    *(ArithmeticError, LookupError, RecursionError, ValueError),
+)
 _SIDE = 64  # pixels
 _MAX_VALUE = 16  # largest grey value of the digits
 _PRETRAIN = range(5)  # the digits of the first folder; the others go to the second
@@ -87,7 +89,9 @@ def write_digit_folders(directory: Path) -> tuple[Path, Path]:
             split = "val"
         ink = (grey / _MAX_VALUE)[:, :, None]  # [8, 8, 1]
         pixels = ink * colours[index] + (1 - ink) * grounds[index]
-        image = Image.fromarray(pixels.astype(np.uint8)).resize((_SIDE, _SIDE), Image.BICUBIC)
+        image = Image.fromarray(pixels.astype(np.uint8)).resize(
+            (_SIDE, _SIDE), Image.Resampling.BICUBIC
+        )
         class_folder = folder / split / str(digit)
         make_directory(class_folder)
         image.save(class_folder / f"{index:04d}.png")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, SUFFIXES, decode, is_skipped
@@ -96,7 +96,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
     last_name = None
     done = 0
     with open_regular(path) as file:
-        reader = HashedFile(file)
+        reader: Any = HashedFile(file)  # tarfile only reads
         try:
             with tarfile.open(fileobj=reader, mode="r|", bufsize=1 << 20) as tar:
                 members = _members(tar, os.fstat(file.fileno()).st_size)
@@ -158,7 +158,7 @@ def _samples(
                     raise UserError(
                         f"{where}: its .{kind} has {member.size:,} bytes, a label has few"
                     )
-                labels[kind] = tar.extractfile(member).read()
+                labels[kind] = _read(tar, member)
         if image is None:
             raise UserError(f"{where} has no image ({' '.join(sorted(_IMAGES))} count)")
         yield _Sample(image, _label(where, labels, num_classes), is_usable)
@@ -185,6 +185,12 @@ def _members(tar: tarfile.TarFile, size: int) -> Iterator[_Member]:
             yield f"{folder}/{stem}".lstrip("/"), kind.lower(), member
 
 
+def _read(tar: tarfile.TarFile, file: tarfile.TarInfo) -> bytes:
+    content = tar.extractfile(file)
+    assert content is not None  # of `_members`
+    return content.read()
+
+
 def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | None) -> bool:
     """Whether the member is not empty and is an image of at most `max_pixels` pixels. With
     `max_pixels` None, the image is not decoded."""
@@ -192,7 +198,7 @@ def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | N
         return False
     try:
         if max_pixels is not None:
-            decode(tar.extractfile(image).read(), max_pixels)
+            decode(_read(tar, image), max_pixels)
     except ValueError:
         return False
     return True

@@ -100,7 +100,7 @@ def _require_webdataset() -> None:
 def _fingerprint(source: Source) -> str:
     """A checksum of a source's targets and its paths or pixels."""
     arrays = [value for value in vars(source).values() if isinstance(value, np.ndarray)]
-    return sha256(np.ascontiguousarray(array) for array in arrays)
+    return sha256(np.ascontiguousarray(array).data for array in arrays)
 
 
 def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:

@@ -109,7 +109,7 @@ class _Request(NamedTuple):
     lacking: set[str]
     directory: str
     wait_for: Callable[[ShardFile], None]
-    count: Callable[[int], None]
+    add: Callable[[int], None]
 
     def path(self, file: ShardFile) -> str:
         return os.path.join(self.directory, file.name)
@@ -197,7 +197,7 @@ class _Wave:
         for file, source in self.sources.items():
             if file not in chunks:
                 continue
-            view = memoryview(chunks[file].numpy())
+            view = chunks[file].numpy().data
             try:
                 content = source.read(len(view))
             except OSError as error:
@@ -224,11 +224,11 @@ class _Wave:
         if file not in self.copies:
             return
         try:
-            self.copies[file].write(memoryview(chunk.numpy()))
+            self.copies[file].write(chunk.numpy().data)
         except OSError as error:
             path = self.request.path(file)
             raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-        self.request.count(len(chunk))
+        self.request.add(len(chunk))
 
     def _finish_writing(self) -> None:
         """Wait for the chunks of the last step; raises the first problem."""

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -203,6 +203,7 @@ def _results(
         UserError: a job raised it, or a process was killed.
         KeyboardInterrupt: Ctrl-C has ended a process.
     """
+    connection: Any
     while processes:
         for connection in wait(list(processes), timeout=0.2):
             try:

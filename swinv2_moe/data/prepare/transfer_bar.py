@@ -22,11 +22,13 @@ class TransferBar(Progress):
             console=Console(),
         )
         self.unit = unit
+        self.total = total
         self.task = self.add_task("", total=total, done="")
 
     def skip(self, images: int, bytes: int) -> None:
         """Exclude the work of an earlier call from the total."""
-        self.update(self.task, total=self.tasks[0].total - self._count(images, bytes))
+        self.total -= self._count(images, bytes)
+        self.update(self.task, total=self.total)
 
     def show(self, images: int, bytes: int) -> None:
         """Show the work done so far."""

@@ -186,8 +186,7 @@ def _text_entries(file: str, lines: TextIO) -> Iterator[Entry]:
 
 def _json_entries(file: str, text: str) -> Iterator[Entry]:
     for number, entry in enumerate(_json_array(text)):
-        is_pair = isinstance(entry, list) and len(entry) >= 2
-        if not (is_pair and isinstance(entry[0], str)):
+        if not isinstance(entry, list) or len(entry) < 2 or not isinstance(entry[0], str):
             raise UserError(
                 f"{file}: entry {number}: expected [path, label], found {short(entry, 60)}"
             )
@@ -206,7 +205,9 @@ def _json_array(text: str) -> Iterator[object]:
     decoder = json.JSONDecoder()
 
     def skip_space(position: int) -> int:
-        return _SPACE.match(text, position).end()
+        space = _SPACE.match(text, position)
+        assert space is not None  # it may be empty
+        return space.end()
 
     position = skip_space(0) + len("[")
     position = skip_space(position)
