@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -37,7 +38,7 @@ _MAX_OUTLINE = 2**24  # pixels: pycocotools allocates memory for each pixel of a
 _MAX_CHARACTERS = 7  # of a number in compressed run lengths: 35 bits
 _POLYGON = "a polygon is an even number of finite numbers, at least 6"
 _TABLES = ("images", "annotations", "categories")
-_KEYS = {
+_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "images": {"id": (int,), "file_name": (str,), "width": (int,), "height": (int,)},
     "annotations": {
         "id": (int,),
@@ -292,9 +293,7 @@ def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> np.ndarray:
     return extent
 
 
-def _check_of_image(
-    file: str, rows: list[dict], sizes: np.ndarray, wrong: np.ndarray, what: str
-) -> None:
+def _check_of_image(file: str, rows: list[dict], sizes: np.ndarray, wrong: Any, what: str) -> None:
     if wrong.any():
         width, height = sizes[wrong.argmax()]
         _check(file, _NAME, rows, wrong, f"{what} its image of {width} x {height} px")
@@ -433,7 +432,7 @@ def _run_lengths(counts: list[int] | str) -> np.ndarray:
     return numbers
 
 
-def _check(file: str, name: str, rows: list[dict], wrong: Iterable[bool], what: str) -> None:
+def _check(file: str, name: str, rows: list[dict], wrong: Any, what: str) -> None:
     """Raise UserError for the first wrong row; its values fill the templates `name` and `what`."""
     wrong = np.asarray(wrong, bool)
     if wrong.any():

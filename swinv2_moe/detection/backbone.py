@@ -148,7 +148,7 @@ class SwinV2MoE(BaseModule):
         """
         self._image_sizes = None
         if sizes is not None:
-            self._image_sizes = [tuple(size) for size in sizes]
+            self._image_sizes = [(height, width) for height, width in sizes]
         try:
             yield
         finally:

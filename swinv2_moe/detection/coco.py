@@ -76,6 +76,7 @@ def splits(directory: Path) -> Iterator[tuple[Path, Path]]:
     """(annotation file, directory of images) of training and validation, made by `lay_out`."""
     for part in PARTS[:2]:
         images = _folder(directory, part)
+        assert images is not None
         yield directory / "annotations" / f"instances_{images.name}.json", images
 
 
@@ -162,8 +163,8 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
         decode_count = num_images
     rows = spread(num_images, decode_count)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = pool.map(partial(_problem, annotations, images), rows)
-        problems = list(filter(None, track(problems, f"decoding {images.name}", len(rows))))
+        decoded = pool.map(partial(_problem, annotations, images), rows)
+        problems = list(filter(None, track(decoded, f"decoding {images.name}", len(rows))))
     if problems:
         raise UserError(
             f"{images}: {len(problems):,} of {len(rows):,} images are unusable, the first:"

@@ -7,6 +7,7 @@ bits of every precision and is several times faster (docs/results.md).
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmdet.datasets import CocoDataset
 from mmdet.datasets.api_wrappers import COCO
@@ -94,8 +95,8 @@ def coco_datasets(part: ConfigDict | None) -> Iterator[ConfigDict]:
         yield part
 
 
-def dataset_class(part: ConfigDict) -> type | None:
-    """The class that a part of a configuration names, if it names a data set."""
+def dataset_class(part: ConfigDict) -> Any:
+    """The class that a part of a configuration names; None if it names no data set."""
     kind = part.get("type")
     if isinstance(kind, str):
         kind = DATASETS.get(kind)

@@ -7,6 +7,7 @@ losses. `MoEDetector` adds autocast of the backbone and neck alone.
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from mmdet.models import CascadeRCNN, HybridTaskCascade, MaskRCNN
@@ -88,12 +89,14 @@ class MoEDetector:
         self._autocast = torch.autocast(
             place, torch.get_autocast_dtype(place), torch.is_autocast_enabled(place)
         )
+        detector: Any = super()
         with torch.autocast(place, enabled=False):
-            return super().forward(inputs, data_samples, mode)
+            return detector.forward(inputs, data_samples, mode)
 
     def extract_feat(self, batch_inputs):
+        detector: Any = super()
         with self._autocast:
-            maps = super().extract_feat(batch_inputs)
+            maps = detector.extract_feat(batch_inputs)
         return tuple(x.float() for x in maps)
 
 

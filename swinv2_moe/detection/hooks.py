@@ -78,7 +78,9 @@ class ExpertStoreHook(Hook):
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Point `best` at the newest checkpoint if its score is the best so far. Checkpoints are
         saved before the validation."""
-        score = (metrics or {}).get(self.save_best)
+        score = None
+        if metrics and self.save_best:
+            score = metrics.get(self.save_best)
         if score is None or self.saver is None or not self.saver.world.is_main:
             return
         self.saver.wait()

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from mmengine.dist import all_gather_object
@@ -29,7 +30,8 @@ def parameter_groups(
     `lr * layer_decay`, and so on towards the input, as timm counts layers (BEiT, arXiv 2106.08254).
     1-D parameters, biases, position networks, temperatures and cosine routers have no weight decay.
     """
-    trunk = detector.backbone.trunk
+    backbone: Any = detector.backbone
+    trunk = backbone.trunk
     trunk_groups = param_groups_layer_decay(
         trunk,
         weight_decay=weight_decay,
@@ -61,7 +63,7 @@ class LayerDecayConstructor(DefaultOptimWrapperConstructor):
     decay on the layer's norms.
     """
 
-    def __call__(self, model: nn.Module) -> OptimWrapper:
+    def __call__(self, model: Any) -> OptimWrapper:
         if is_model_wrapper(model):
             model = model.module
         optimizer, paramwise = dict(self.optimizer_cfg), dict(self.paramwise_cfg or {})

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from swinv2_moe.detection import registry  # first: it reports missing packages in one line
 
@@ -13,7 +14,6 @@ from mmdet.registry import MODELS
 from mmengine.config import Config, DictAction
 from mmengine.registry import init_default_scope
 from mmengine.runner import save_checkpoint
-from torch import nn
 
 from moe_core import expert_parameters
 from swinv2_moe.config_files import find_config
@@ -206,7 +206,7 @@ def _values(part: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield name, part
 
 
-def build_detector(config: Config, source: str | None = None) -> nn.Module:
+def build_detector(config: Config, source: str | None = None) -> Any:
     """The detector on the CPU, in evaluation mode, with the weights of a checkpoint if given.
 
     Raises:
@@ -217,7 +217,7 @@ def build_detector(config: Config, source: str | None = None) -> nn.Module:
     if source is None:
         return model.eval()
     if Path(source).is_dir():
-        weights = checkpoint.find_checkpoint(source, Path(), key="checkpoint", weights_only=True)
+        weights = checkpoint.open_newest(Path(source))
         model.load_state_dict(checkpoint.read_weights_of(weights, model))
         windows = weights.meta.get("backbone_windows")
         use_windows(model.backbone.trunk, windows, f"checkpoint {weights.directory}")

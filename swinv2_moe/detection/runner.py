@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pycocotools.coco
 import torch
@@ -54,10 +55,12 @@ class MoERunner(Runner):
         UserError: a checkpoint that is missing, damaged or another model's.
     """
 
+    _has_loaded: bool
+
     source: Checkpoint | None = None  # the checkpoint that the run resumes from
 
     @property
-    def detector(self) -> nn.Module:
+    def detector(self) -> Any:
         """The model without its wrapper."""
         if is_model_wrapper(self.model):
             return self.model.module
@@ -126,6 +129,7 @@ class MoERunner(Runner):
         self.detector.init_weights()
         backbone = getattr(self.detector, "backbone", None)
         if getattr(backbone, "trained_with", None):
+            assert backbone is not None
             check_preprocessing(self.detector, backbone.trained_with, backbone.pretrained)
         owned = sharded_experts(self.detector)
         for name, tensor in self.detector.state_dict().items():

@@ -41,7 +41,8 @@ def make_shapes(directory: Path, options: Options) -> dict[str, int]:
 
 
 def _make_split(directory: Path, split: str, options: Options) -> int:
-    images, annotations = [], []
+    images: list[dict] = []
+    annotations: list[dict] = []
     make_directory(str(directory / split))
     make_directory(str(directory / "annotations"))
     for number in range(getattr(options, split)):
@@ -49,7 +50,7 @@ def _make_split(directory: Path, split: str, options: Options) -> int:
         picture, objects = _draw_image(rng, options)
         name = f"{number:06d}.png"
         with new_file(str(directory / split / name)) as file:
-            picture.save(file, "png")
+            picture.save(file, "png")  # type: ignore[arg-type]  # Pillow only writes
         images.append(
             {"id": number + 1, "file_name": name, "width": picture.width, "height": picture.height}
         )
@@ -86,7 +87,7 @@ def _draw_image(
     background = rng.uniform(60, 200) + rng.uniform(-10, 10, 3)
     picture = Image.fromarray(_texture(rng, width, height, background))
     num_objects = int(rng.integers((options.max_objects + 1) // 2, options.max_objects + 1))
-    objects = []
+    objects: list[tuple[int, np.ndarray]] = []
     for _ in range(num_objects):
         label = int(rng.integers(len(CLASSES)))
         polygon = _place(rng, label, width, height, [other for _, other in objects])

@@ -6,7 +6,7 @@ H x W pixels, h x w tokens, S scale, E experts
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from mmdet.visualization import DetLocalVisualizer
 from mmengine.config import Config
 from mmengine.dataset import Compose
 from mmengine.structures import InstanceData
-from torch import nn
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.data.images import decode, image_paths, read_file, to_mode
@@ -89,7 +88,7 @@ def _pipeline(config: Config) -> list[dict]:
 
 @torch.inference_mode()
 def _look(
-    detector: nn.Module, pipeline: Compose, photo: np.ndarray, threshold: float
+    detector: Any, pipeline: Compose, photo: np.ndarray, threshold: float
 ) -> tuple[InstanceData, dict[str, np.ndarray]]:
     """The detections in the photograph, and each MoE layer's first choices, int64 [h, w]."""
     data = pipeline({"img": photo[..., ::-1], "img_id": 0})

@@ -3,6 +3,7 @@ into detectors."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmengine.logging import MMLogger
 from mmengine.runner.checkpoint import get_torch_safe_globals
@@ -39,7 +40,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     if not Path(source).is_dir():
         _load_file(trunk, Path(source), trained)
         return trained
-    pretrained = checkpoint.find_checkpoint(source, Path(), key=_KEY, weights_only=True)
+    pretrained = checkpoint.open_newest(Path(source), _KEY)
     section = ""
     if pretrained.has("ema"):
         section = "ema"
@@ -53,7 +54,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     if prefix:
         windows_key = "backbone_windows"
     use_windows(trunk, pretrained.meta.get(windows_key), f"{_KEY} {source}")
-    model: nn.Module = trunk
+    model: Any = trunk
     if prefix:
         model = _in_detector(trunk)
     checkpoint.load_weights(pretrained, model, _without_head)
@@ -218,7 +219,7 @@ def read_pth(file: str) -> dict:
     return content
 
 
-def load_pth(model: nn.Module, content: dict, file: str) -> None:
+def load_pth(model: Any, content: dict, file: str) -> None:
     """Load the weights of `read_pth`'s result into a model.
 
     Raises:

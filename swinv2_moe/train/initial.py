@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -105,7 +106,7 @@ class TrainedWith:
     """Values of the keys in `_KEYS`, and the window side of each stage; empty: not known. `line`
     says which of several state dicts in a file is used."""
 
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     windows: list[int] = field(default_factory=list)
     line: str = ""
 
