@@ -160,6 +160,19 @@ def _check_strategy(config: CfgNode) -> None:
         raise UserError(f"MODEL.MOE.STRATEGY is {text!r}: {error}") from error
 
 
+def order_words(config: CfgNode) -> None:
+    """Write a checked MODEL.MOE.STRATEGY in one order of words: equal strategies, equal texts."""
+    moe = config.MODEL.MOE
+    if moe.STRATEGY in ("auto", ExpertsConfig.strategy):
+        return
+    from moe_core.parallel import parse_strategy  # imports torch
+
+    strategy, ranks = parse_strategy(moe.STRATEGY)
+    moe.STRATEGY = str(strategy).replace("=", "", 2)  # "r=1 d=2 2dh"
+    if ranks:
+        moe.STRATEGY += f" n{ranks}"
+
+
 def _check_schedule(config: CfgNode) -> None:
     train = config.TRAIN
     if train.WARMUP_EPOCHS and train.WARMUP_EPOCHS >= train.EPOCHS:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config.checks import check_config, check_settings
+from swinv2_moe.config.checks import check_config, check_settings, order_words
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.sections import CropConfig
 from swinv2_moe.config_files import find_config
@@ -48,7 +48,7 @@ class Retired(NamedTuple):
     """A key of earlier versions, which files and checkpoints may still have."""
 
     default: object  # other values are converted to its type
-    # what holds now, for "KEY (value) is no key any more: ..."; an example of `moved_to`
+    # what holds now, for "KEY (value) is no key any more: ..."; or an example of `moved_to`
     became: str
     # With another value, trained weights computed something else: such values are refused.
     shapes_weights: bool = False
@@ -89,7 +89,7 @@ RETIRED = {
     "MODEL.MOE.ROUND_TO": Retired(0, "numbers of rows are not rounded"),
     "MODEL.NEW_HEAD": Retired(False, "'new'", moved_to="MODEL.CLASS_MAP"),
     "MODEL.UPCYCLE_CONTINUE": Retired(False, "'run'", moved_to="MODEL.UPCYCLE"),
-    "TEST.CROP": Retired(True, "0 resizes both sides", moved_to="TEST.CROP_RATIO"),
+    "TEST.CROP": Retired(True, "0, which resizes both sides", moved_to="TEST.CROP_RATIO"),
     "TRAIN.EXPERT_WEIGHT_DECAY": Retired(-1.0, "experts have TRAIN.WEIGHT_DECAY"),
     "TRAIN.OPTIMIZER.BETAS": Retired([0.9, 0.999], "they are always 0.9 and 0.999"),
     "TRAIN.OPTIMIZER.MOMENTUM": Retired(0.9, "it is always 0.9"),
@@ -108,6 +108,13 @@ _OLD_VALUES: dict[str, Collection] = {
     "MODEL.CLASS_MAP": ("",),
     "MODEL.UPCYCLE": (True, False),
 }
+# New values of such keys that do not contradict a retired one.
+_SAME: dict[str, Collection] = {
+    "MODEL.NEW_HEAD": ("new",),
+    "MODEL.UPCYCLE_CONTINUE": ("weights", "run"),
+    "TEST.CROP": (0,),
+}
+_LOWEST = {"MODEL.MOE.RANKS_PER_NODE": 0, "MODEL.MOE.R": 0, "MODEL.MOE.PIPELINE_DEGREE": 1}
 _ONCE_BOOL = "MODEL.UPCYCLE"
 # Values of keys that stay. Trained weights depend on them.
 _RETIRED_VALUES = {("MODEL.MOE.NORM", "pre"): "pre-norm blocks are those of MODEL.TYPE swin_moe"}
@@ -142,7 +149,7 @@ def load_config(
         if not values:
             raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
     from_opts = _from_opts(opts)
-    given = translate(values | from_opts)
+    given = translate(_merged(values, from_opts))
     config = default_config()
     _lay_over(config, given)
     if data is not None and "DATA.PATH" not in from_opts:
@@ -158,6 +165,7 @@ def load_config(
     config.MODEL.PRETRAINED = os.path.expanduser(config.MODEL.PRETRAINED)
     check_config(config)
     check_settings(config)
+    order_words(config)
     config.__dict__[_GIVEN] = frozenset(given)  # as yacs keeps whether a node is frozen
     config.freeze()
     return config
@@ -189,12 +197,32 @@ def _warn_once(line: str) -> None:
         _log.warning("%s", line)
 
 
-def translate(values: Mapping[str, object], is_saved: bool = False) -> dict[str, object]:
+def _merged(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """`values` with those of `over`, without the retired keys of `values` whose place a value of
+    `over` takes that earlier versions did not have."""
+    kept = {}
+    for key, value in values.items():
+        heir = key in RETIRED and RETIRED[key].moved_to
+        if not heir or heir not in over or _is_old(heir, over[heir]):
+            kept[key] = value
+    return kept | over
+
+
+def _is_old(key: str, value: object) -> bool:
+    """Whether earlier versions had this value of a key that has retired keys' values now."""
+    if key == "TEST.CROP_RATIO":
+        return value != 0
+    return value in _OLD_VALUES[key]
+
+
+def translate(
+    values: Mapping[str, object], told: Collection[str] | None = None
+) -> dict[str, object]:
     """`values` without retired keys and values. What became of each is logged.
 
     Args:
-        is_saved: by a run, which saves every key: nobody needs to be told of a default, nor of a
-            value that another key has now.
+        told: keys that somebody wrote (None: all). Others were saved by a run, which saves every
+            key: nobody needs to be told of a default, nor of a value that another key has now.
 
     Raises:
         UserError: a retired key with a value that trained weights depend on, or that nothing has
@@ -212,50 +240,55 @@ def translate(values: Mapping[str, object], is_saved: bool = False) -> dict[str,
     for key, value in old.items():
         retired = RETIRED[key]
         is_default = value == retired.default
-        if is_saved and (is_default or retired.moved_to):
+        if told is not None and key not in told and (is_default or retired.moved_to):
             continue
         line = f"{key} ({_shown(value)}) is no key any more: {retired.became}"
         if retired.moved_to:
-            line = f"{key} ({_shown(value)}) is a part of {retired.moved_to} now: {retired.became}"
-            if not is_default and retired.moved_to not in moved:
-                raise UserError(line)
+            line = f"{key} ({_shown(value)}) is a part of {retired.moved_to} now"
+            if retired.moved_to in moved:
+                line += f": {_shown(moved[retired.moved_to])}"
+            else:
+                line += f", for example {retired.became}"
+                if not is_default:
+                    raise UserError(line)
         if retired.shapes_weights and not is_default:
             raise UserError(f"{line}; commit {_LAST_COMMIT} is the last that can use this value")
         _warn_once(line)
     for key in new.keys() & moved.keys():
-        if not is_saved and new[key] != moved[key]:
+        if (told is None or key in told) and new[key] != moved[key]:
             _warn_once(f"{key} is {_shown(moved[key])} now, not {_shown(new[key])}")
     return new | moved
 
 
 def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
-    """The keys and values that have retired values now.
-
-    Args:
-        old: retired keys and their values.
-        new: the others.
-    """
+    """The keys and values that have those of the retired keys `old` now; `new`: the other keys."""
     for key, value in old.items():
         heir = RETIRED[key].moved_to
         if value == RETIRED[key].default or heir not in _OLD_VALUES:
             continue
-        if heir in new and new[heir] not in _OLD_VALUES[heir]:
-            raise UserError(
-                f"{key} is {_shown(value)}, but {heir} is {_shown(new[heir])}, which has its value"
-                " now: leave the former out"
-            )
+        if heir not in new or _is_old(heir, new[heir]) or new[heir] in _SAME.get(key, ()):
+            continue
+        raise UserError(
+            f"{key} is {_shown(value)}, but {heir} is {_shown(new[heir])}, which has its value"
+            f" now: leave the former out, and write what is meant in {heir}, for example"
+            f" {RETIRED[key].became}"
+        )
     moved = _moved_strategy(old, new)
     if old.get("AUG.MIXUP_PROB") == 0:
         moved |= {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
     if old.get("MODEL.NEW_HEAD"):
         moved["MODEL.CLASS_MAP"] = "new"
+    elif "MODEL.NEW_HEAD" in old and new.get("MODEL.CLASS_MAP") == "new":
+        moved["MODEL.CLASS_MAP"] = ""
     if old.get("MODEL.UPCYCLE_CONTINUE"):
         moved["MODEL.UPCYCLE"] = "run"
+    elif "MODEL.UPCYCLE_CONTINUE" in old and new.get("MODEL.UPCYCLE") == "run":
+        moved["MODEL.UPCYCLE"] = "weights"
     elif isinstance(new.get("MODEL.UPCYCLE"), bool):
         moved["MODEL.UPCYCLE"] = "weights" if new["MODEL.UPCYCLE"] else ""
     if old.get("TEST.CROP") is False:
         moved["TEST.CROP_RATIO"] = 0.0
-    elif old.get("TEST.CROP") and new.get("TEST.CROP_RATIO") == 0:
+    elif old.get("TEST.CROP") and not new.get("TEST.CROP_RATIO"):
         moved["TEST.CROP_RATIO"] = CropConfig.crop_ratio
     return moved
 
@@ -264,6 +297,9 @@ def _moved_strategy(old: Mapping[str, object], new: Mapping[str, object]) -> dic
     """MODEL.MOE.STRATEGY from its value of earlier versions and the five keys that it replaces."""
     ranks, *keys = _STRATEGY_KEYS
     values = {key: old.get(key, RETIRED[key].default) for key in _STRATEGY_KEYS}
+    for key, lowest in _LOWEST.items():
+        if values[key] < lowest:
+            raise UserError(f"{key} is {values[key]}, it must be at least {lowest}")
     kind = new.get("MODEL.MOE.STRATEGY")
     if kind == "fixed":
         r, degree, all_to_all, exchange = (values[key] for key in keys)
@@ -292,14 +328,18 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
         if not isinstance(content, dict):
             raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
         values = _checked(content, default_config())
-        _lay_over(config, translate(values, is_saved=True))
+        _lay_over(config, translate(values, told=()))
         check_config(config)
     except (ValueError, UserError) as error:
         raise UserError(
             f"{source}: its configuration cannot be used ({one_line(str(error))})"
         ) from error
-    merge_opts(config, opts)
-    check_config(config)
+    from_opts = _from_opts(opts)
+    if from_opts:
+        config = default_config()
+        _lay_over(config, translate(_merged(values, from_opts), told=from_opts))
+        check_config(config)
+    order_words(config)
     config.freeze()
     return config
 
@@ -314,12 +354,12 @@ def as_opts(values: Mapping[str, object]) -> list[str]:
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     """Override keys of a configuration by `opts` (KEY VALUE ...), in place. The combination of
-    values is not checked.
+    values is not checked, and nobody is told of retired keys that have another name now.
 
     Raises:
         UserError: an unknown key or a value of the wrong type.
     """
-    _lay_over(config, translate(_from_opts(opts)))
+    _lay_over(config, translate(_from_opts(opts), told=()))
 
 
 def _from_opts(opts: Sequence[str]) -> dict[str, object]:
@@ -385,9 +425,10 @@ class _Files:
         values: dict[str, object] = {}
         self._open.append(path)
         for base in bases:
-            values |= self.values(file.parent / base)
+            values = _merged(values, self.values(file.parent / base))
         self._open.pop()
-        self._values[path] = values | _checked(content, default_config(), source=f"config {file}: ")
+        own = _checked(content, default_config(), source=f"config {file}: ")
+        self._values[path] = _merged(values, own)
         return self._values[path]
 
 
@@ -461,11 +502,10 @@ def _checked(
 
 def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
     for name, value in values.items():
-        prefix, _, key = name.rpartition(".")
+        *groups, key = name.split(".")
         group = config
-        if prefix:
-            for group_name in prefix.split("."):
-                group = group[group_name]
+        for group_name in groups:
+            group = group[group_name]
         group[key] = value
 
 
@@ -518,7 +558,7 @@ def _innermost(name: str, value: object) -> tuple[str, object]:
 
 
 def nearest_key(name: str) -> str:
-    """The end of a message about an unknown key: the nearest group or key.
+    """The end of a message about an unknown key: what became of it, or the nearest group or key.
 
     Letter case is ignored. A full name has precedence, then a usual word of other programs, then
     the last part of a name, first in the same group.
@@ -538,6 +578,11 @@ def nearest_key(name: str) -> str:
     if full_name in names:
         return f"; did you mean {full_name}?"
     known = _OTHER_WORDS.get(last, by_last_part.get(last))
+    for key, retired in RETIRED.items():
+        if full_name == key or (not known and key.endswith(f".{last}")):
+            if retired.moved_to:
+                return f"; {key} is a part of {retired.moved_to} now"
+            return f"; {key} is no key any more: {retired.became}"
     if known:
         return f"; did you mean {known}?"
     nearest = difflib.get_close_matches(full_name, sorted(names), n=1, cutoff=0.6)

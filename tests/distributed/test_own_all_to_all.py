@@ -246,7 +246,7 @@ def test_the_configuration_takes_it(ring_file):
     with pytest.raises(UserError, match=message):
         load_config(None, opts)
     import_file(ring_file)
-    assert load_config(None, opts).MODEL.MOE.STRATEGY == "r1 ring"
+    assert load_config(None, opts).MODEL.MOE.STRATEGY == "r1 d1 ring"
     with pytest.raises(UserError, match="did you mean 'ring'"):
         load_config(None, ["MODEL.MOE.STRATEGY", "rinq"])
 

@@ -9,7 +9,14 @@ import yaml
 
 from moe_core import moe_layers
 from moe_core.parallel import ParallelStrategy, parse_strategy
-from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
+from swinv2_moe.config import (
+    config_from_text,
+    default_config,
+    flatten,
+    given_keys,
+    load,
+    load_config,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.configurations import Options, combinations, repeatable_step
 from swinv2_moe.models import SwinTransformerV2MoE, protocol
@@ -73,9 +80,12 @@ def test_a_value_that_another_key_has_now(key, lines):
     assert flatten(config_from_text(text, "run")) == flatten(default_config())
     assert lines() == []
     assert flatten(load_config(None, [key, str(retired.default)])) == flatten(default_config())
-    assert lines() == [
-        f"{key} ({retired.default!r}) is a part of {retired.moved_to} now: {retired.became}"
-    ]
+    said = f"{key} ({retired.default!r}) is a part of {retired.moved_to} now, for example"
+    if key == "TEST.CROP":
+        said = "TEST.CROP (True) is a part of TEST.CROP_RATIO now: 0.875"
+    else:
+        said += f" {retired.became}"
+    assert lines() == [said]
 
 
 @pytest.mark.parametrize("key", REMOVED)
@@ -153,7 +163,11 @@ def test_a_strategy_is_merged_from_a_file_and_its_base(tmp_path):
 @pytest.mark.parametrize(
     ("opts", "says"),
     [
-        (["MODEL.MOE.R", "0"], "MODEL.MOE.R (0) is a part of MODEL.MOE.STRATEGY now: 'r0 d1"),
+        (["MODEL.MOE.R", "0"], "MODEL.MOE.R (0) is a part of MODEL.MOE.STRATEGY now, for example"),
+        (
+            ["MODEL.MOE.STRATEGY", "fixed", "MODEL.MOE.RANKS_PER_NODE", "-1"],
+            "MODEL.MOE.RANKS_PER_NODE is -1, it must be at least 0",
+        ),
         (
             ["MODEL.MOE.R", "0", "MODEL.MOE.STRATEGY", "d4 2dh"],
             "MODEL.MOE.R is 0, but MODEL.MOE.STRATEGY is 'd4 2dh', which has its value now",
@@ -266,3 +280,85 @@ def test_measurements_refuse_opts_without_effect(file_with_experts):
         UserError, match=r"^--opts DATA\.BATCH_SIZE is 3, but --batch-sizes decides"
     ):
         combinations(file_with_experts, ["DATA.BATCH_SIZE", "3"], Options())
+
+
+UPCYCLED = "upcycle/swinv2_moe_tiny_window8_256_8expert"
+NEW_CLASSES = "tiny_imagenet/finetune_96"
+
+
+@pytest.mark.parametrize(
+    ("file", "opts", "key", "value"),
+    [
+        (UPCYCLED, "MODEL.UPCYCLE_CONTINUE True", "MODEL.UPCYCLE", "run"),
+        (UPCYCLED, "MODEL.UPCYCLE_CONTINUE False", "MODEL.UPCYCLE", "weights"),
+        (NEW_CLASSES, "MODEL.NEW_HEAD True", "MODEL.CLASS_MAP", "new"),
+        (NEW_CLASSES, "MODEL.NEW_HEAD False", "MODEL.CLASS_MAP", ""),
+    ],
+)
+def test_old_opts_over_files_with_new_values(file, opts, key, value):
+    opts = [*opts.split(), "MODEL.PRETRAINED", "a", "MODEL.UPCYCLE_NOISE", "0"]
+    assert flatten(load_config(file, opts, data="."))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("saved", "opts", "key", "value"),
+    [
+        ("TEST: {CROP_RATIO: 0}", "TEST.CROP True", "TEST.CROP_RATIO", 0.875),
+        ("TEST: {CROP: false}", "TEST.CROP True", "TEST.CROP_RATIO", 0.875),
+        ("TEST: {CROP: false}", "TEST.CROP_RATIO 0.9", "TEST.CROP_RATIO", 0),
+        ("TEST: {CROP: true}", "TEST.CROP_RATIO 0", "TEST.CROP_RATIO", 0),
+        (
+            "MODEL: {NEW_HEAD: true, PRETRAINED: a}",
+            "MODEL.NEW_HEAD False",
+            "MODEL.CLASS_MAP",
+            "",
+        ),
+        (
+            "MODEL: {MOE: {STRATEGY: auto}}",
+            "MODEL.MOE.RANKS_PER_NODE 8",
+            "MODEL.MOE.STRATEGY",
+            "auto n8",
+        ),
+        (
+            "MODEL: {MOE: {STRATEGY: fixed, R: 0}}",
+            "MODEL.MOE.RANKS_PER_NODE 8",
+            "MODEL.MOE.STRATEGY",
+            "r0 d1 linear n8",
+        ),
+        (
+            "MODEL: {MOE: {STRATEGY: fixed, R: 0}}",
+            "MODEL.MOE.STRATEGY 2dh",
+            "MODEL.MOE.STRATEGY",
+            "r1 d1 2dh",
+        ),
+    ],
+)
+def test_opts_over_saved_values(saved, opts, key, value, tmp_path, lines):
+    """They are merged before old keys are translated, over files as over checkpoints."""
+    assert flatten(config_from_text(saved, "run", opts.split()))[key] == value
+    assert all(line.startswith((opts.split()[0], key)) for line in lines())
+    (tmp_path / "c.yaml").write_text(saved)
+    assert flatten(load_config(tmp_path / "c.yaml", opts.split()))[key] == value
+
+
+def test_a_crop_that_was_written_counts_as_given():
+    assert "TEST.CROP_RATIO" in given_keys(load_config(None, ["TEST.CROP", "True"]))
+
+
+def test_equal_strategies_have_one_text():
+    opts = ["MODEL.MOE.STRATEGY", "n4  static 2dh d2"]
+    assert load_config(None, opts).MODEL.MOE.STRATEGY == "r1 d2 2dh static n4"
+    assert config_from_text("", "run", opts).MODEL.MOE.STRATEGY == "r1 d2 2dh static n4"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("NEW_HEAD", "MODEL.NEW_HEAD is a part of MODEL.CLASS_MAP now"),
+        ("TRAIN.EXPERT_WEIGHT_DECAY", "experts have TRAIN.WEIGHT_DECAY"),
+        ("MOMENTUM", "TRAIN.OPTIMIZER.MOMENTUM is no key any more: it is always 0.9"),
+        ("MLP_RATIO", "did you mean MODEL.SWINV2.MLP_RATIO?"),
+    ],
+)
+def test_an_unknown_key_that_an_earlier_version_had(key, says):
+    assert says in load.nearest_key(key)
