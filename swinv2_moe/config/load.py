@@ -200,12 +200,12 @@ def _warn_once(line: str) -> None:
 def _merged(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """`values` with those of `over`, without the retired keys of `values` whose place a value of
     `over` takes that earlier versions did not have."""
-    kept = {}
+    kept: dict[str, object] = {}
     for key, value in values.items():
         heir = key in RETIRED and RETIRED[key].moved_to
         if not heir or heir not in over or _is_old(heir, over[heir]):
             kept[key] = value
-    return kept | over
+    return kept | dict(over)
 
 
 def _is_old(key: str, value: object) -> bool:
@@ -298,8 +298,9 @@ def _moved_strategy(old: Mapping[str, object], new: Mapping[str, object]) -> dic
     ranks, *keys = _STRATEGY_KEYS
     values = {key: old.get(key, RETIRED[key].default) for key in _STRATEGY_KEYS}
     for key, lowest in _LOWEST.items():
-        if values[key] < lowest:
-            raise UserError(f"{key} is {values[key]}, it must be at least {lowest}")
+        value = values[key]
+        if isinstance(value, int) and value < lowest:
+            raise UserError(f"{key} is {value}, it must be at least {lowest}")
     kind = new.get("MODEL.MOE.STRATEGY")
     if kind == "fixed":
         r, degree, all_to_all, exchange = (values[key] for key in keys)
