@@ -120,23 +120,6 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dataset", ["folder", "list", "shards"])
-def test_what_exceeds_the_limit_is_a_bad_image(
-    root: Path, make_data, dataset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {"DATA.DATASET": dataset, "DATA.MAX_BAD_SHARE": 0.5}
-    keys |= {"DATA.TRAIN_LIST": "train.txt", "DATA.VAL_LIST": "val.txt"}
-    keys["DATA.PATH"] = str(root / "shards" if dataset == "shards" else root)
-    for limit, count in ((1199, 1), (1200, 0)):
-        monkeypatch.setattr(decode, "__defaults__", (limit,))
-        data = build_data(make_data(keys))
-        for loader in (data.train_loader, data.val_loader):
-            named = {name for batch in loader for name in batch.unreadable}
-            assert len(named) <= count
-            assert all("large" in name for name in named)
-        assert sum(len(batch.unreadable) for batch in data.val_loader) == count
-
-
-@pytest.mark.parametrize("dataset", ["folder", "list", "shards"])
 def test_more_pixels_than_allowed_are_a_bad_image(root, make_data, dataset, monkeypatch):
     """In training and validation: they do not end the run."""
     keys = {"DATA.DATASET": dataset, "DATA.MAX_BAD_SHARE": 0.5, "DATA.NUM_WORKERS": 0}
