@@ -197,12 +197,14 @@ def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | 
     """The logits [T, E] of a router for tokens [T, M].
 
     They are not computed yet if a kernel may compute them in the same pass as `route`: those of a
-    LinearRouter, if nothing else reads them.
+    LinearRouter that nothing watches or replaces.
     """
     is_plain = config.balance == "loss" and config.gate_activation == "softmax"
     if type(router) is not LinearRouter or not is_plain or config.z_loss_weight > 0:
         return router_logits(router, tokens)
-    if router._forward_hooks or router._forward_pre_hooks:
+    hooks = [router._forward_hooks, router._forward_pre_hooks]
+    hooks += [router._backward_hooks, router._backward_pre_hooks]
+    if any(hooks) or "forward" in vars(router):  # a forward of its own: hooks of accelerate
         return router_logits(router, tokens)
     return LinearLogits(tokens, router.weight, expert_dtype(tokens))
 

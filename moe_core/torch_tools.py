@@ -13,6 +13,7 @@ These tools expect that every rank has the same parameters. For distributed expe
 
 # E experts of the layer, W ranks of its group, s ranks that share an expert (1 if E >= W)
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -181,17 +182,23 @@ def _note_gradient(parameter: Tensor) -> None:
 
 
 def _check_averaged(layer: HasExperts) -> None:
-    """Raise ValueError if the experts have changed since a backward pass whose gradients are not
-    averaged."""
+    """Warn if the experts have changed since a backward pass whose gradients are not averaged.
+
+    It is no error, because the change may be another than an update with these gradients.
+    """
     for name, parameter in layer.experts.named_parameters():
         version = _UNAVERAGED.get(parameter, parameter._version)
         if parameter.grad is not None and parameter._version != version:
-            raise ValueError(
-                f"{_name_of(layer, None)}: experts.{name} was updated with a gradient that was not"
-                f" averaged over {layer.group.num_ranks} ranks: create the model again (and load"
-                " its weights), and call moe_core.finish_gradients(model, max_norm) between the"
-                " backward pass and the update"
+            warnings.warn(
+                f"{_name_of(layer, None)}: experts.{name} has changed since a backward pass whose"
+                f" gradients are not averaged over {layer.group.num_ranks} ranks. If it was updated"
+                " with them, the ranks differ: create the model again (and load its weights), and"
+                " call moe_core.finish_gradients(model, max_norm) between the backward pass and the"
+                " update",
+                stacklevel=2,
             )
+            set_averaged(layer.experts.parameters())  # one warning for each change
+            return
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
@@ -423,7 +430,7 @@ def _check_equal(layer: HasExperts, parallel: DistributedDataParallel | None) ->
     if layer.group.replicas.first_difference(dict(layer.experts.named_parameters())) is not None:
         raise ValueError(
             f"{_name_of(layer, parallel)}: the experts differ between replicas: call"
-            " moe_core.average_expert_gradients(model) after each backward pass"
+            " moe_core.finish_gradients(model, max_norm) once before each optimiser step"
         )
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_core.ops.ffn.inputs import check_offsets
+
 _TILE = 16  # rows
 
 
@@ -44,7 +46,9 @@ def bias_grad(grad: Tensor, offsets: Tensor) -> Tensor:
 
 def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     """The rows of each expert, then the rows of no expert."""
-    return rows.tensor_split(offsets.tolist())
+    ends = offsets.tolist()
+    check_offsets(ends, len(rows))
+    return rows.tensor_split(ends)
 
 
 def _in_tiles(rows: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def make_plan(
         num_rows = min(num_rows, num_experts * capacity)
     expert_ids = expert_ids.long()
     if form == "plan.reference":
-        plan = reference.make_plan(expert_ids, num_experts, capacity, priority, num_rows)
+        most = limit if device_limit is None else device_limit
+        plan = reference.make_plan(expert_ids, num_experts, most, priority, num_rows)
         return DispatchPlan(*plan)
     choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(
         expert_ids, num_experts, limit, device_limit, priority, num_rows, form

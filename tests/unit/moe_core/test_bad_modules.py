@@ -12,7 +12,6 @@ from moe_core.checkpoint import save_tensors
 from moe_core.experts import Experts
 from moe_core.export import StandardMoE
 from moe_core.ops import ExpertWeights, expert_ffn
-from moe_core.ops.native import library
 from moe_core.parallel.cost_model import LayerShape
 from moe_core.routing import route_by_experts
 from moe_core.tutel import to_tutel
@@ -59,13 +58,12 @@ def test_shapes_that_do_not_fit(kernels, rows, offsets, shapes, says):
         expert_ffn(torch.randn(rows), make_weights(**shapes), offsets, "gelu", kernels=kernels)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("offsets", [[3, 600_000], [6, 3], [-1, 6]])
-def test_offsets_beyond_the_rows_are_not_read(offsets):
-    if library.chosen() is None:
-        pytest.skip("no C++ kernels here")
+def test_offsets_beyond_the_rows_are_not_read(offsets, kernels):
     offsets = torch.tensor(offsets, dtype=torch.int32)
     with pytest.raises(ValueError, match="must ascend from 0 to at most the 6 rows"):
-        expert_ffn(torch.randn(6, M), make_weights(), offsets, "gelu")
+        expert_ffn(torch.randn(6, M), make_weights(), offsets, "gelu", kernels=kernels)
 
 
 class FourNetworks(nn.ModuleList):

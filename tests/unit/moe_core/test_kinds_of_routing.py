@@ -246,8 +246,9 @@ def test_bias_balances_the_load():
     assert layer.balance.load.sum() == 0  # does not count in evaluation
 
 
+@pytest.mark.parametrize("output_norm", [None, torch.nn.LayerNorm(M)])
 @pytest.mark.parametrize("name", ["bias", "sigmoid"])
-def test_gates_that_are_all_zero_leave_numbers(name):
+def test_gates_that_are_all_zero_leave_numbers(name, output_norm):
     layer = make_layer(name, top_k=2).float()
     if layer.balance is not None:
         layer.balance.bias.copy_(torch.tensor([-3.0, 0.0, 0.0, 0.0]))
@@ -255,7 +256,7 @@ def test_gates_that_are_all_zero_leave_numbers(name):
         layer.router.weight.fill_(-100.0)  # sigmoids of logits below -104 are 0
         if layer.balance is not None:
             layer.router.weight[0].fill_(100.0)  # and so is the softmax of the others
-    y, aux_loss = layer(torch.ones(5, M))
+    y, aux_loss = layer(torch.ones(5, M), output_norm=output_norm)
     (y.sum() + aux_loss).backward()
     assert y.isfinite().all()
     assert layer.router.weight.grad.isfinite().all()

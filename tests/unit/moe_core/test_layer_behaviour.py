@@ -145,3 +145,19 @@ def test_a_layer_that_is_the_whole_model_is_saved_by_expert(tmp_path):
     torch.testing.assert_close(
         load_tensors(tmp_path, layer), dict(layer.state_dict()), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("watch", ["backward hook", "backward pre-hook", "own forward"])
+def test_a_linear_router_is_called_if_something_watches_it(watch):
+    layer = MoELayer(MoEConfig(model_dim=4, hidden_dim=8, num_experts=2))
+    router, calls = layer.router, []
+    if watch == "backward hook":
+        router.register_full_backward_hook(lambda *_: calls.append(watch))
+    elif watch == "backward pre-hook":
+        router.register_full_backward_pre_hook(lambda *_: calls.append(watch))
+    else:
+        forward = router.forward
+        router.forward = lambda tokens: calls.append(watch) or forward(tokens)
+    y, aux_loss = layer(torch.randn(3, 4, requires_grad=True))
+    (y.sum() + aux_loss).backward()
+    assert calls == [watch]
