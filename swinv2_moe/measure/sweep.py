@@ -37,7 +37,7 @@ from swinv2_moe.config import (
     load_config,
     resolve_batch_size,
 )
-from swinv2_moe.config.load import RETIRED, translate
+from swinv2_moe.config.retired import RETIRED, translate
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded, read_json
 from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run

@@ -17,6 +17,7 @@ from swinv2_moe.config import (
     load,
     load_config,
 )
+from swinv2_moe.config.retired import RETIRED, Retired, warn_once
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.configurations import Options, combinations, repeatable_step
 from swinv2_moe.models import SwinTransformerV2MoE, protocol
@@ -26,12 +27,12 @@ from swinv2_moe.models import SwinTransformerV2MoE, protocol
 def lines(caplog):
     """A function that returns the lines logged since its last call."""
     caplog.set_level(logging.WARNING)
-    load._warn_once.cache_clear()
+    warn_once.cache_clear()
 
     def since():
         found = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        load._warn_once.cache_clear()
+        warn_once.cache_clear()
         return found
 
     return since
@@ -54,14 +55,14 @@ def another(value):
     return value + 1
 
 
-REMOVED = [key for key, retired in load.RETIRED.items() if not retired.moved_to]
-MOVED = [key for key, retired in load.RETIRED.items() if retired.moved_to]
+REMOVED = [key for key, retired in RETIRED.items() if not retired.moved_to]
+MOVED = [key for key, retired in RETIRED.items() if retired.moved_to]
 
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_its_default_changes_nothing_and_is_reported_where_somebody_wrote_it(key, tmp_path, lines):
-    value = load.RETIRED[key].default
-    said = [f"{key} ({value!r}) is no key any more: {load.RETIRED[key].became}"]
+    value = RETIRED[key].default
+    said = [f"{key} ({value!r}) is no key any more: {RETIRED[key].became}"]
     assert flatten(load_config(None, [key, str(value)])) == flatten(default_config())
     assert lines() == said
     file = tmp_path / "c.yaml"
@@ -75,7 +76,7 @@ def test_its_default_changes_nothing_and_is_reported_where_somebody_wrote_it(key
 
 @pytest.mark.parametrize("key", MOVED)
 def test_a_value_that_another_key_has_now(key, lines):
-    retired = load.RETIRED[key]
+    retired = RETIRED[key]
     text = yaml.safe_dump(nested(key, retired.default))
     assert flatten(config_from_text(text, "run")) == flatten(default_config())
     assert lines() == []
@@ -90,7 +91,7 @@ def test_a_value_that_another_key_has_now(key, lines):
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_another_value_is_reported_or_refused(key, lines):
-    retired = load.RETIRED[key]
+    retired = RETIRED[key]
     value = another(retired.default)
     text = yaml.safe_dump(nested(key, value))
     said = f"{key} ({value!r}) is no key any more: {retired.became}"
@@ -116,7 +117,7 @@ def test_a_retired_value_is_refused():
 
 
 def test_old_values_are_read_in_their_old_type(monkeypatch, tmp_path):
-    monkeypatch.setitem(load.RETIRED, "TRAIN.OLD", load.Retired(0.5, "it is 0.5", True))
+    monkeypatch.setitem(RETIRED, "TRAIN.OLD", Retired(0.5, "it is 0.5", True))
     with pytest.raises(UserError, match=r"^--opts TRAIN\.OLD is 'much' \(str\), it must be of"):
         load_config(None, ["TRAIN.OLD", "much"])
     with pytest.raises(UserError, match=r"^TRAIN\.OLD \(1\.0\) is no key any more: it is 0\.5"):
@@ -249,9 +250,9 @@ def file_with_experts(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("key", load.RETIRED)
+@pytest.mark.parametrize("key", RETIRED)
 def test_measurements_take_them_in_opts(key, file_with_experts):
-    opts = [key, str(load.RETIRED[key].default)]
+    opts = [key, str(RETIRED[key].default)]
     repeatable_step(file_with_experts, opts, None, None)
     combinations(file_with_experts, opts, Options())
 
