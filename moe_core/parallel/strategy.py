@@ -80,7 +80,7 @@ class ParallelStrategy:
     def parse(cls, text: str) -> "ParallelStrategy":
         """The strategy of words in any order, such as "r1 d2 2dh static n8": r, pipeline degree,
         all-to-all, exchange and ranks per node. What is not named has its default. `str` of a
-        strategy ("r=1 d=2 2dh") is read, too.
+        strategy ("r=1 d=2 2dh", without its ranks per node) is read, too.
 
         Raises:
             ValueError: no word, a word that means nothing or is there twice, an invalid value.
@@ -124,10 +124,9 @@ def parse_strategy(text: str) -> tuple[ParallelStrategy | str, int | None]:
         return strategy, strategy.ranks_per_node
     if not others:
         return "auto", None
-    given = ParallelStrategy.parse(" ".join(others))
-    if given != ParallelStrategy(ranks_per_node=given.ranks_per_node):
+    if len(others) > 1 or not re.fullmatch(r"n=?\d{1,9}", others[0]):
         raise ValueError(f"strategy ({text!r}) has words of a fixed strategy behind 'auto'")
-    return "auto", given.ranks_per_node
+    return "auto", ParallelStrategy.parse(others[0]).ranks_per_node
 
 
 def valid_r(num_experts: int, group_size: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 # R ranks of the world, W ranks of an expert group, T tokens of a rank, M model dim
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,6 +202,28 @@ def not_finite(rank: int) -> None:
 @pytest.mark.parametrize("loop", [forgotten, updated_by_hand, right_loops, not_finite])
 def test_a_forgotten_line_is_named(run_processes, loop):
     run_processes(loop, 4)
+
+
+def test_a_step_keeps_casts_and_the_promise_of_equal_tokens():
+    model = Net()
+    group, experts = model.layers[0].group, model.layers[0].experts
+    entered = []
+    experts.cast_ahead = lambda dtype: nullcontext(entered.append(dtype))
+    with step(model, torch.bfloat16, equal_tokens=True):
+        assert group.has_equal_tokens
+    with step(model):
+        assert not group.has_equal_tokens
+    assert entered == [torch.bfloat16]
+
+
+def test_the_balance_may_be_left_to_the_caller():
+    model = Net()
+    model(batch(0, 0)).backward()
+    before = model.layers[0].balance.bias.clone()
+    finish_gradients(model, balance=False)
+    assert torch.equal(model.layers[0].balance.bias, before)
+    finish_gradients(model)
+    assert not torch.equal(model.layers[0].balance.bias, before)
 
 
 def test_gradients_are_divided_by_the_scale_of_the_losses():

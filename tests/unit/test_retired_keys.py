@@ -176,6 +176,7 @@ def test_a_strategy_is_merged_from_a_file_and_its_base(tmp_path):
         (["MODEL.MOE.STRATEGY", "r1 r2"], "'r1 r2': strategy ('r1 r2') has two words for r"),
         (["MODEL.MOE.STRATEGY", ""], "MODEL.MOE.STRATEGY is '': strategy ('') is empty"),
         (["MODEL.MOE.STRATEGY", "auto r0"], "has words of a fixed strategy behind 'auto'"),
+        (["MODEL.MOE.STRATEGY", "auto linear"], "has words of a fixed strategy behind 'auto'"),
         (["MODEL.MOE.STRATEGY", "d0"], "pipeline_degree (0) must be"),
         (["MODEL.MOE.STRATEGY", "r0 static"], "r (0) must be 1 with exchange 'static'"),
         (["MODEL.MOE.STRATEGY", "r1 linaer"], "all_to_all ('linaer') must be one of linear"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_core.activations import hidden_layer
+from moe_core.ops.ffn.inputs import check_offsets
 from moe_core.ops.int8_ffn.inputs import Int8Linear, Int8Weights
 
 # Of a row or of an output's weights; with a smaller range, their numbers are treated as equal.
@@ -57,8 +58,9 @@ def int8_linear(rows: Tensor, linear: Int8Linear, offsets: Tensor) -> Tensor:
     quantized, row_scale, row_offset, unit = quantize_rows(rows)
     num_experts, num_outputs = linear.scales.shape
     out = rows.new_zeros(len(rows), num_outputs, dtype=torch.float32)
-    start = 0
-    for e, end in zip(range(num_experts), offsets.tolist(), strict=True):
+    start, ends = 0, offsets.tolist()
+    check_offsets(ends, len(rows))
+    for e, end in zip(range(num_experts), ends, strict=True):
         own = slice(start, end)
         # Sums of these products are exact in fp64, and products are faster than in int64.
         sums = quantized[own].double() @ linear.quantized[e].double().t()
