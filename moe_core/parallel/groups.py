@@ -154,10 +154,10 @@ class ExpertGroup:
         replicas: the collectives of the replicas (of one rank if there are none).
         comm_stream: runs exchanges concurrently with the experts' work.
         num_ranks: all data-parallel ranks: those of the group, times the replicas.
-        for_torch_tools: the backward pass averages expert gradients over all ranks, and
-            `state_dict` has experts as DTensors. False: gradients are sums over the group until
-            `average_expert_gradients` is called once per step, and `state_dict` has this rank's
-            experts as plain tensors.
+        for_torch_tools: the backward pass averages expert gradients over all ranks (of experts
+            that every rank has whole, DDP does), and `state_dict` has experts as DTensors. False:
+            gradients are sums over the group until `finish_gradients` is called once per step,
+            and `state_dict` has this rank's experts as plain tensors.
         averaged_elsewhere: another library is responsible for the gradients of the experts. An
             optimiser step with gradients that are not averaged is then no error.
 

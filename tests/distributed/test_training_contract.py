@@ -1,4 +1,4 @@
-"""`step` and `finish_gradients` on ranks train like one process; what is forgotten is an error."""
+"""`step` and `finish_gradients` on ranks train like one process; what is forgotten is noticed."""
 
 # R ranks of the world, W ranks of an expert group, T tokens of a rank, M model dim
 
