@@ -13,7 +13,7 @@ from pathlib import Path
 
 from yacs.config import CfgNode
 
-from swinv2_moe.config.checks import check_config, check_settings, order_words
+from swinv2_moe.config.checks import check_config, check_settings, choices, order_words
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.retired import ONCE_BOOL, RETIRED, merged, shown, translate, warn_once
 from swinv2_moe.config_files import find_config
@@ -308,10 +308,12 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
     """Convert the value to the type of the default.
 
     '1e-3' and 1 become a float if the default is one. Tuples become lists. Nothing else is
-    converted.
+    converted. A word for a key with a list of allowed values stays a word, whatever the default.
     """
     if isinstance(value, str) and not isinstance(default, str):
         value = _parse_value(value)
+        if isinstance(value, str) and name in choices():
+            return value  # checked with the other values
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{source}{name} is {shown(value)}, it must fit into 64 bits")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):

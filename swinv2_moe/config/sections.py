@@ -61,9 +61,11 @@ class RunConfig:
         least=1,
         most=10**6,
     )
-    amp_enable: bool = option(
+    amp_enable: bool | str = option(
         False,
-        "mixed precision; off on a CPU without instructions for `AMP_DTYPE`",
+        "mixed precision. `auto`: unless the device is a CPU without instructions for `amp_dtype`,"
+        " where it is slower than fp32; `True` is off there too, with a warning",
+        choices=(False, True, "auto"),
     )
     amp_dtype: str = option("bfloat16", "dtype of mixed precision", choices=("bfloat16", "float16"))
     compile: bool = option(
@@ -442,7 +444,7 @@ class TrainConfig:
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
     capacity_auto: bool  # MODEL.MOE.CAPACITY_AUTO of a model with experts
     seed: int
-    amp_enable: bool
+    amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
     amp_dtype: str
     compile: bool
 

@@ -58,7 +58,7 @@ def train_config(config: CfgNode) -> sections.TrainConfig:
         aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
         capacity_auto=config.MODEL.MOE.CAPACITY_AUTO and config.MODEL.MOE.NUM_EXPERTS > 0,
         seed=config.SEED,
-        amp_enable=config.AMP_ENABLE,
+        amp_enable=bool(config.AMP_ENABLE),
         amp_dtype=config.AMP_DTYPE,
         compile=config.COMPILE,
     )

@@ -10,6 +10,7 @@ uses one batch, no mixup, no averaged weights, and a learning rate of 0.
 """
 
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -45,12 +46,14 @@ from swinv2_moe.models import build_model
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_log = logging.getLogger(__name__)
 _SAVES = 3
 _FILE = 128 * 2**20  # size of the file that is written and read
 _COPY = 256 * 2**20  # size of the copy
@@ -170,6 +173,9 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         options = {"--output": str(output), "--rounds": rounds, "--warmup": warmup}
         check_same_start(flatten(config) | options, world)
         sections = all_sections(resolve_batch_size(config, world.size))
+        sections, amp_note = without_slow_amp(sections, world)
+        for line in amp_note * world.is_main:
+            _log.warning("%s", line)
         images = world.everywhere(lambda: build_data(sections.data, world.rank, world.size))
         step = _step(sections, images, world)
         before = machine(world.device.type)

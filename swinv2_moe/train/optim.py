@@ -116,16 +116,19 @@ def build_schedule(
 
 def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
     """A factory of autocast contexts for the device, as AMP_ENABLE and AMP_DTYPE say."""
-    dtype = getattr(torch, config.amp_dtype)
-    return partial(torch.autocast, world.device.type, dtype=dtype, enabled=config.amp_enable)
+    dtype, enabled = getattr(torch, config.amp_dtype), bool(config.amp_enable)
+    return partial(torch.autocast, world.device.type, dtype=dtype, enabled=enabled)
 
 
 def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, list[str]]:
     """Switch mixed precision off on CPUs without instructions for its dtype, where a step takes up
     to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps AMP_ENABLE.
 
+    That holds for AMP_ENABLE True, too: a run of a GPU has it, and may be evaluated on any CPU.
+
     Returns:
-        The sections, and a warning for the log if mixed precision was switched off.
+        The sections, and a line for the log if mixed precision was switched off: a warning for
+        True, a note for auto.
     """
     run = config.run
     if not run.amp_enable or world.device.type != "cpu":
@@ -137,7 +140,10 @@ def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, li
         run=replace(run, amp_enable=False),
         train=replace(config.train, amp_enable=False),
     )
-    return config, [f"warning: AMP_ENABLE is True: {off_because_slow(run.amp_dtype)}"]
+    note = f"AMP_ENABLE is {run.amp_enable}: {off_because_slow(run.amp_dtype)}"
+    if run.amp_enable != "auto":
+        note = f"warning: {note}"
+    return config, [note]
 
 
 def off_because_slow(dtype: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tool_cases import ROOT, assert_one_line, command
 
+from moe_core.ops.native import instruction_sets
 from swinv2_moe.commands.throughput import _latency, _rate
 from swinv2_moe.measure import roofline as measured_roofline
 from swinv2_moe.measure import rounds
@@ -122,10 +123,17 @@ def test_roofline(roofline, tiny, tmp_path):
     assert (tmp_path / "roofline.png").stat().st_size > 10_000
 
 
-def test_roofline_of_a_dense_model_on_photographs(roofline, tiny, make_photographs, tmp_path):
+def test_roofline_of_a_dense_model_on_photographs(
+    roofline, tiny, make_photographs, tmp_path, monkeypatch, caplog
+):
+    """On a CPU without instructions for bf16 the step is in fp32, as in training."""
+    monkeypatch.setattr(instruction_sets, "cpu_words", lambda: frozenset({"avx2"}))
     data = ("--data", make_photographs(), "--output", tmp_path)
-    finished = roofline(*CFG, *data, "--batch-size 4", QUICK, *tiny, "MODEL.MOE.NUM_EXPERTS 0")
-    assert (finished.status, finished.err) == (0, "")
+    keys = "MODEL.MOE.NUM_EXPERTS 0 AMP_ENABLE auto"
+    finished = roofline(*CFG, *data, "--batch-size 4", QUICK, *tiny, keys)
+    assert finished.status == 0
+    assert "AMP_ENABLE is auto: off" in caplog.text
+    assert "px, float32:" in finished.out
     phases = json.loads((tmp_path / "roofline.json").read_text())["phases"]
     assert list(phases) == ["data", "trunk", "optimiser", "other", "checkpoint"]
     assert phases["data"]["disk"] > 4 * 500  # four JPEGs

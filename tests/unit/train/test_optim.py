@@ -13,6 +13,7 @@ from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import (
     LossScaler,
+    build_autocast,
     build_optimizer,
     build_schedule,
     scaled_learning_rate,
@@ -123,23 +124,33 @@ def test_mixed_precision_trains(dtype, make_config, tmp_path, read_metrics, monk
     assert ("loss_scale" in steps[0]) == (dtype == "float16")
 
 
-@pytest.mark.parametrize(("dtype", "feature"), [("bfloat16", "amx_bf16"), ("float16", "asimdhp")])
+@pytest.mark.parametrize(
+    ("enable", "dtype", "feature"),
+    [(True, "bfloat16", "amx_bf16"), (True, "float16", "asimdhp"), ("auto", "bfloat16", "bf16")],
+)
 def test_mixed_precision_is_off_on_a_cpu_without_instructions(
-    dtype, feature, make_config, tmp_path, monkeypatch, capsys, caplog
+    enable, dtype, feature, make_config, tmp_path, monkeypatch, capsys, caplog
 ):
-    keys = {"AMP_ENABLE": True, "AMP_DTYPE": dtype, "TRAIN.MAX_STEPS": 1}
+    keys = {"AMP_ENABLE": enable, "AMP_DTYPE": dtype, "TRAIN.MAX_STEPS": 1}
     config = make_config(tmp_path / "run", keys)
     words = frozenset({"avx512f", feature})
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
     assert without_slow_amp(sections, world) == (sections, [])
+    with build_autocast(sections.run, world)():
+        assert torch.is_autocast_enabled("cpu")
     words = frozenset({"avx512f"})
     assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, [])
     train(config)
-    assert f"no instructions for {dtype}" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"AMP_ENABLE is {enable}: off, because this CPU has no instructions for {dtype}" in printed
+    )
+    assert ("warning: AMP_ENABLE" in printed) == (enable != "auto")
     with open_deployed(str(tmp_path / "run")) as deployed:
         assert not deployed.config.run.amp_enable
-        assert "AMP_ENABLE: true" in deployed.config.yaml  # the configuration stays
+        stays = f"AMP_ENABLE: {str(enable).lower()}"
+        assert stays in deployed.config.yaml
     assert f"no instructions for {dtype}" in caplog.text
 
 
