@@ -5,13 +5,13 @@
     python benchmarks/campaign.py --dry-run                    (tiny shapes on a CPU, 3 minutes)
     python benchmarks/campaign.py --wheels [FOLDER]            (what to carry; FOLDER: download)
 
-The GPU tests run first, then layer, tiles, parts, memory, network, shares of time and trunk. Each
-section is a process with a time limit, its share of the time that is left. A section that exceeds
-it is killed with the processes that it started, and its partial results are kept. The results are
-written after each section. --resume runs the sections that are missing, those that exceeded their
-limit if they now have at least a quarter more time, and last those that failed. Exit code: 0 if
-every section ended well, 1 if not, 2 for wrong arguments. Needs no network: packages that are
-missing come from the folder --packages.
+The GPU tests run first, then layer, fine experts, tiles, parts, memory, network, shares of time and
+trunk. Each section is a process with a time limit, its share of the time that is left. A section
+that exceeds it is killed with the processes that it started, and its partial results are kept. The
+results are written after each section. --resume runs the sections that are missing, those that
+exceeded their limit if they now have at least a quarter more time, and last those that failed. Exit
+code: 0 if every section ended well, 1 if not, 2 for wrong arguments. Needs no network: packages
+that are missing come from the folder --packages.
 """
 
 import argparse

@@ -16,6 +16,7 @@ from swinv2_moe.measure.spread import quartiles
 TITLES = {
     "tests": "GPU tests",
     "layer": "Layer",
+    "fine": "Fine experts and narrow blocks",
     "tiles": "Tiles of the experts, and F.grouped_mm",
     "attention": "Window attention",
     "pieces": "Parts of a layer",

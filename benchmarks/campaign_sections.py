@@ -11,6 +11,9 @@ ROOT = Path(__file__).parent.parent
 LAYER_SHAPES = (
     "18432x512x8 18432x512x32 18432x768x8 73728x512x8 73728x512x32 4608x1024x8 4608x1024x32"
 )
+# 32 experts with a quarter of the hidden dim, of which a token chooses 4: stage 3 of SwinV2-B, and
+# narrow blocks
+FINE_SHAPES = "18432x512x32x4x512xsigmoid narrow"
 # 72, 144, 576, 2,304 and 9,216 rows an expert, for the choice between forms
 TILE_SHAPES = "2304x512x32 18432x512x128 18432x512x32 18432x512x8 73728x512x8"
 PIECES_SHAPES = "18432x512x8 18432x512x32"
@@ -50,6 +53,9 @@ SECTIONS = (
     Section("tests", 6, "", "", ""),
     Section("layer", 4, "layer.py --peak --no-peers",
             f"--device cuda --dtypes bfloat16 --shapes {LAYER_SHAPES}", TINY_SHAPES),
+    Section("fine", 2, "layer.py --no-peers",
+            f"--device cuda --dtypes bfloat16 --shapes {FINE_SHAPES}",
+            "--device cpu --shapes 64x16x8x4x16xsigmoid --dtypes bfloat16 --rounds 2"),
     Section("tiles", 2, "tuning.py experts",
             f"--device cuda --rounds 7 --shapes {TILE_SHAPES}",
             "--device cpu --shapes 70x16x4x2 --rounds 1"),

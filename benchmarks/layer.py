@@ -1,14 +1,15 @@
 """One MoE layer against a dense feed-forward network of equal active FLOPs, and against its peers
 (peers.py).
 
-    python benchmarks/layer.py                     (about 8 minutes on two cores)
+    python benchmarks/layer.py                     (about 12 minutes on two cores)
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
     python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype --int8
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
-A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which for the
-dense network is K times that. 2048x2048x2x2x2048: the layer of Microsoft's blog post on Tutel with
-a sixteenth of its tokens. --gated: gated experts beside a dense SwiGLU, without peers. bfloat16:
+A shape is TxMxE[xK[xH[xsigmoid]]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which
+for the dense network is K times that, and the gate function (softmax). 2048x2048x2x2x2048: the
+layer of Microsoft's blog post on Tutel with a sixteenth of its tokens. narrow: the blocks of the
+model that the README recommends. --gated: gated experts beside a dense SwiGLU, no peers. bfloat16:
 autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a
 CPU, and in the same dtype on a GPU or with --same-dtype. Each output, and each gradient of the
 input, is first compared with the reference in fp64: what is wrong is named and not timed. f = 0:
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from moe_core import KERNELS, MoEConfig, MoELayer, prepared
 from moe_core.activations import hidden_layer
+from moe_core.routing import gate_scores
 from swinv2_moe.measure.rounds import capture, matrix_product
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 
@@ -61,6 +63,13 @@ SHAPES = {
         for e in (8, 32, 64)
     ),
 }
+# 32 experts with a quarter of the hidden dim, as in configs/tiny_imagenet/32expert_fine.yaml with
+# 128 images, and 8 experts of top-1
+NARROW = tuple(
+    f"{tokens}x{m}x{experts}"
+    for tokens, m in ((32768, 48), (8192, 96), (2048, 192), (4608, 384))
+    for experts in (f"32x4x{m}xsigmoid", "8")
+)
 DIGITS = {"cpu": 1, "cuda": 3}  # digits of milliseconds
 FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # relative to the largest value
@@ -71,6 +80,7 @@ PRODUCT = "matrix product"
 LAYER = "moe_core"
 PASSES = {"inference": 1, "training": 3}  # a backward pass has twice the products
 
+Shape = tuple  # as the words of --shapes
 Measured = tuple[dict[str, Times], dict[str, Times]]  # inference, training; by name
 
 
@@ -81,7 +91,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH]]")
+    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH[xsigmoid]]]|narrow")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
@@ -105,10 +115,17 @@ def arguments() -> argparse.Namespace:
         "--peak", action="store_true", help="the share of a large matrix product's rate, too"
     )
     args = parser.parse_args()
-    args.shapes = [
-        tuple(map(int, shape.split("x"))) for shape in args.shapes or SHAPES[args.device]
-    ]
+    args.shapes = shapes_of(args.shapes or (*SHAPES[args.device], "narrow"))
     return args
+
+
+def shapes_of(words: Sequence[str]) -> list[Shape]:
+    """The shapes of --shapes. The word "narrow" stands for NARROW."""
+    texts = " ".join(words).replace("narrow", " ".join(NARROW)).split()
+    return [
+        tuple(word if word == "sigmoid" else int(word) for word in text.split("x"))
+        for text in texts
+    ]
 
 
 class Case:
@@ -117,7 +134,7 @@ class Case:
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str,
         device: str,
         peers: bool,
@@ -126,7 +143,7 @@ class Case:
         int8: bool = False,  # also time inference with int8 experts
         gated: bool = False,
     ) -> None:
-        tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
+        tokens, model_dim, num_experts, self.top_k, hidden_dim, gates = completed(shape)
         self.dtype, self.device = dtype, torch.device(device)
         torch.manual_seed(0)
         config = MoEConfig(
@@ -136,6 +153,7 @@ class Case:
             top_k=self.top_k,
             capacity_factor=0.0,
             kernels=kernels[0],
+            gate_activation=gates,
             gated=gated,
             activation="silu" if gated else "gelu",
         )
@@ -249,8 +267,10 @@ class Case:
         fp64, one expert's tokens at a time."""
         e, x = self.layer.experts, self.x.detach().double().requires_grad_()
         _, ids = routed(self.layer, self.x.detach())
-        probs = F.linear(x, self.layer.router.weight.double()).softmax(-1).gather(1, ids)
-        gates = probs / probs.sum(1, keepdim=True) if self.top_k > 1 else probs
+        logits = F.linear(x, self.layer.router.weight.double())
+        gates = gate_scores(logits, self.layer.config.gate_activation).gather(1, ids)
+        if self.top_k > 1:
+            gates = gates / gates.sum(1, keepdim=True)
         y = torch.zeros_like(x)
         for i in range(self.layer.config.num_experts):
             token, k = (ids == i).nonzero(as_tuple=True)
@@ -321,9 +341,9 @@ class Case:
         return 2 * len(self.x) * self.top_k * macs_of_row
 
 
-def completed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """T, M, E, K and H. The last two may be omitted in `shape`."""
-    defaults = (1, 4 * shape[1])
+def completed(shape: Shape) -> Shape:
+    """T, M, E, K, H and the gate function. The last three may be omitted in `shape`."""
+    defaults = (1, 4 * shape[1], "softmax")
     return shape + defaults[len(shape) - 3 :]
 
 
@@ -344,7 +364,7 @@ class Results:
         self.data: list[dict] = []
         self.left_out: dict[str, str] = {}
 
-    def measure(self, case: Case, shape: tuple[int, ...], dtype: str) -> None:
+    def measure(self, case: Case, shape: Shape, dtype: str) -> None:
         label = f"{'x'.join(map(str, shape))}, {dtype}"
         head = {"shape": shape, "dtype": dtype}
         self.left_out |= case.left_out
@@ -405,7 +425,7 @@ class Results:
         return [ratio * share for ratio in ratios(times[PRODUCT], times[name])]
 
     def table(self) -> Table:
-        columns = ["TxMxE(xK(xH)), dtype", "", "forward, ms", "to dense"]
+        columns = ["TxMxE(xK(xH(xgate))), dtype", "", "forward, ms", "to dense"]
         columns += ["forward + backward, ms", "to dense"]
         if self.args.peak:
             columns.append("of a matrix product's rate: f; f + b")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moe_core import MoELayer
 from moe_core.context import expert_dtype
 from moe_core.ops import DispatchPlan, make_plan
+from moe_core.routing import gate_scores
 
 Peer = Callable[[Tensor], Tensor]
 
@@ -39,7 +40,8 @@ class SwiGLU(nn.Module):
 def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Gates and experts of every token [T, K]."""
     with torch.autocast(x.device.type, enabled=False):
-        gates, ids = layer.router(x.float()).softmax(-1).topk(layer.config.top_k)
+        scores = gate_scores(layer.router(x.float()), layer.config.gate_activation)
+        gates, ids = scores.topk(layer.config.top_k)
     return (gates / gates.sum(1, keepdim=True) if layer.config.top_k > 1 else gates), ids
 
 
