@@ -36,7 +36,6 @@ from swinv2_moe.measure.throughput import (
     prepare,
     prepared_for_inference,
 )
-from swinv2_moe.model_types import model_section
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.train.distributed import open_world
 
@@ -136,7 +135,7 @@ def check(subject: Subject, config: CfgNode) -> None:
     """Compare the logits of both attentions. Raises SystemExit if they differ."""
     device = next(subject.model.parameters()).device
     size = config.DATA.IMG_SIZE
-    images = torch.randn(2, model_section(config).IN_CHANS, size, size, device=device)
+    images = torch.randn(2, config.DATA.CHANNELS, size, size, device=device)
     training = subject.model.training
     subject.model.eval()
     ours = subject.model(images)

@@ -40,10 +40,10 @@ class Option:
     meaning: str
     least: float = -math.inf
     most: float = math.inf
-    choices: Collection[str] | Callable[[], Collection[str]] = ()
+    choices: Collection | Callable[[], Collection] = ()
     is_key: bool = True
 
-    def allowed(self) -> Collection[str]:
+    def allowed(self) -> Collection:
         """The allowed values; empty: any."""
         if callable(self.choices):
             return self.choices()

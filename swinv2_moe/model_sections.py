@@ -23,7 +23,7 @@ class Section:
 
     Args:
         name: of the group: MODEL.<name>.
-        defaults: each key's default; IN_CHANS (1 or 3) must be among them.
+        defaults: each key's default.
         ranges: the lowest and the highest value of a key, both included.
         check: raises UserError for values of a configuration that contradict each other.
         sizes: keys that summaries of a model show, under the names that they show them by.
@@ -138,7 +138,6 @@ SWINV2 = Section(
     "SWINV2",
     {
         "PATCH_SIZE": 4,
-        "IN_CHANS": 3,
         "EMBED_DIM": 96,
         "DEPTHS": [2, 2, 18, 2],
         "NUM_HEADS": [3, 6, 12, 24],
@@ -156,7 +155,6 @@ SWINV2 = Section(
     sizes={"dim": "EMBED_DIM", "depths": "DEPTHS"},
     meanings={
         "PATCH_SIZE": "side of a patch, pixels",
-        "IN_CHANS": "channels of an image: 1 or 3",
         "EMBED_DIM": "channels of the first stage; each further stage has twice as many",
         "DEPTHS": "blocks of each stage",
         "NUM_HEADS": "attention heads of each stage; each number divides the stage's channels",
@@ -171,7 +169,6 @@ VIT = Section(
     "VIT",
     {
         "PATCH_SIZE": 16,
-        "IN_CHANS": 3,
         "EMBED_DIM": 192,
         "DEPTH": 12,
         "NUM_HEADS": 3,
@@ -187,7 +184,6 @@ VIT = Section(
     sizes={"dim": "EMBED_DIM", "depth": "DEPTH"},
     meanings={
         "PATCH_SIZE": "side of a patch, pixels; divides `DATA.IMG_SIZE`",
-        "IN_CHANS": "channels of an image: 1 or 3",
         "EMBED_DIM": "channels of a token; divisible by `NUM_HEADS`",
         "DEPTH": "number of blocks",
         "NUM_HEADS": "attention heads of a block",

@@ -3,7 +3,7 @@ type reads.
 
 A new type is one file `swinv2_moe/models/NAME_moe.py`:
 
->>> VIT = Section("VIT", {"PATCH_SIZE": 16, "IN_CHANS": 3, ...}, ranges={"PATCH_SIZE": (1, inf)})
+>>> VIT = Section("VIT", {"PATCH_SIZE": 16, ...}, ranges={"PATCH_SIZE": (1, inf)})
 >>> @register_model_type("vit_moe", VIT)
 ... class VisionTransformerMoE(MoEModel, VisionTransformer): ...
 

@@ -14,7 +14,7 @@ from swinv2_moe.config.sections import ExpertsConfig, key_options
 from swinv2_moe.config.typed import layer_config
 from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_section, model_type
+from swinv2_moe.model_types import model_type
 
 # Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
 # can be used. Experts that choose always take as many tokens as their capacity: CAPACITY_AUTO would
@@ -40,7 +40,6 @@ def check_config(config: CfgNode) -> None:
             _check_choice(name, flat[name], option.allowed())
     section = model_type(config).section
     prefix = f"MODEL.{section.name}"
-    _check_choice(f"{prefix}.IN_CHANS", flat[f"{prefix}.IN_CHANS"], (1, 3))
     for name, option in key_options().items():
         if isinstance(flat[name], (int, float)):
             _check_range(name, flat[name], option)
@@ -221,10 +220,10 @@ def _check_dataset(config: CfgNode) -> None:
 
 
 def _check_lengths(config: CfgNode) -> None:
-    in_chans = model_section(config).IN_CHANS
+    channels = config.DATA.CHANNELS
     for name, value, length in (
-        ("DATA.MEAN", config.DATA.MEAN, in_chans),
-        ("DATA.STD", config.DATA.STD, in_chans),
+        ("DATA.MEAN", config.DATA.MEAN, channels),
+        ("DATA.STD", config.DATA.STD, channels),
         ("AUG.SCALE", config.AUG.SCALE, 2),
     ):
         if len(value) != length:

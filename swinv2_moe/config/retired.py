@@ -39,6 +39,8 @@ RETIRED = {
     "DATA.CHECK_FILES": Retired(False, "`train --check-files` reads every image first"),
     "MODEL.DROP_RATE": Retired(0.0, "there is no dropout before the classifier"),
     "MODEL.ATTN_DROP_RATE": Retired(0.0, "there is no dropout of attention weights"),
+    "MODEL.SWINV2.IN_CHANS": Retired(3, "1", moved_to="DATA.CHANNELS"),
+    "MODEL.VIT.IN_CHANS": Retired(3, "1", moved_to="DATA.CHANNELS"),
     "MODEL.SWINV2.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.MLP_RATIO": Retired(4.0, "it is always 4", shapes_weights=True),
@@ -75,12 +77,15 @@ _OLD_VALUES: dict[str, Collection] = {
     "MODEL.MOE.STRATEGY": ("off", "fixed", "auto"),
     "MODEL.CLASS_MAP": ("",),
     "MODEL.UPCYCLE": (True, False),
+    "DATA.CHANNELS": (),
 }
 # New values of such keys that do not contradict a retired one.
 _SAME: dict[str, Collection] = {
     "MODEL.NEW_HEAD": ("new",),
     "MODEL.UPCYCLE_CONTINUE": ("weights", "run"),
     "TEST.CROP": (0,),
+    "MODEL.SWINV2.IN_CHANS": (1,),
+    "MODEL.VIT.IN_CHANS": (1,),
 }
 _LOWEST = {"MODEL.MOE.RANKS_PER_NODE": 0, "MODEL.MOE.R": 0, "MODEL.MOE.PIPELINE_DEGREE": 1}
 ONCE_BOOL = "MODEL.UPCYCLE"
@@ -171,7 +176,7 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
             f" now: leave the former out, and write what is meant in {heir}, for example"
             f" {RETIRED[key].became}"
         )
-    moved = _moved_strategy(old, new)
+    moved = _moved_strategy(old, new) | _moved_channels(old, new)
     if old.get("AUG.MIXUP_PROB") == 0:
         moved |= {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
     if old.get("MODEL.NEW_HEAD"):
@@ -189,6 +194,18 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
     elif old.get("TEST.CROP") and not new.get("TEST.CROP_RATIO"):
         moved["TEST.CROP_RATIO"] = CropConfig.crop_ratio
     return moved
+
+
+def _moved_channels(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
+    """DATA.CHANNELS from the group of MODEL.TYPE, if that is known: the other has no effect."""
+    groups = ["SWINV2", "VIT"]
+    if "MODEL.TYPE" in new:
+        groups = ["VIT" if new["MODEL.TYPE"] == "vit_moe" else "SWINV2"]
+    for group in groups:
+        key = f"MODEL.{group}.IN_CHANS"
+        if old.get(key, 3) != 3:
+            return {"DATA.CHANNELS": old[key]}
+    return {}
 
 
 def _moved_strategy(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:

@@ -179,6 +179,7 @@ class DataConfig:
         least=0,
     )
     img_size: int = option(192, "side of the square input, pixels", least=1, most=2**16)
+    channels: int = option(3, "channels of an image: 1, grey, or 3, RGB", choices=(1, 3))
     interpolation: str = option(
         "bicubic",
         "interpolation in resizing; `random`: bilinear or bicubic, in training",
@@ -203,7 +204,6 @@ class DataConfig:
 
     augment: AugmentConfig
     test: CropConfig
-    in_chans: int  # of the model type's group, MODEL.SWINV2 say
     num_classes: int  # MODEL.NUM_CLASSES
     seed: int
     device: str
@@ -350,7 +350,7 @@ class ModelConfig:
 
     # The keys of the type's group, MODEL.SWINV2 say, in lower case: arguments of its class.
     trunk: Mapping[str, object]
-    in_chans: int  # of that group
+    in_chans: int  # DATA.CHANNELS
     experts: ExpertsConfig
     img_size: int  # DATA.IMG_SIZE
     use_checkpoint: bool  # TRAIN.USE_CHECKPOINT
@@ -365,7 +365,12 @@ class OptimizerConfig:
         "the optimiser; lamb, lars: for large batches, with a trust ratio for each expert",
         choices=("adamw", "sgd", "lamb", "lars"),
     )
-    eps: float = option(1e-8, "of AdamW and LAMB: added to the denominator", least=0)
+    eps: float = option(
+        1e-8,
+        "of AdamW and LAMB: added to the denominator; 1e-3 to compare runs on other numbers of"
+        " ranks, whose rounding errors it keeps small",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

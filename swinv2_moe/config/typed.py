@@ -25,7 +25,6 @@ def data_config(config: CfgNode) -> sections.DataConfig:
         **_values(config.DATA),
         augment=_augment(config),
         test=sections.CropConfig(**_values(config.TEST)),
-        in_chans=model_section(config).IN_CHANS,
         num_classes=config.MODEL.NUM_CLASSES,
         seed=config.SEED,
         device=config.DEVICE,
@@ -36,11 +35,10 @@ def data_config(config: CfgNode) -> sections.DataConfig:
 def model_config(config: CfgNode) -> sections.ModelConfig:
     """The section MODEL, with the group of its type, MOE and all other keys that building a model
     needs."""
-    trunk = model_section(config)
     return sections.ModelConfig(
         **_values(config.MODEL),
-        trunk=_values(trunk),
-        in_chans=trunk.IN_CHANS,
+        trunk=_values(model_section(config)),
+        in_chans=config.DATA.CHANNELS,
         experts=_experts(config),
         img_size=config.DATA.IMG_SIZE,
         use_checkpoint=config.TRAIN.USE_CHECKPOINT,

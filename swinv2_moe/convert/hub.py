@@ -74,7 +74,7 @@ def timm_preprocessing(config: DataConfig) -> dict[str, object]:
     if interpolation == "random":
         interpolation = "bilinear"
     preprocessing = {
-        "input_size": (config.in_chans, config.img_size, config.img_size),
+        "input_size": (config.channels, config.img_size, config.img_size),
         "interpolation": interpolation,
         "mean": config.mean,
         "std": config.std,

@@ -64,17 +64,10 @@ class ImageDataset(Dataset):
 
     Evaluation: index ~i is image i with target IGNORE, for padding. An unreadable image is replaced
     by a blank one with target IGNORE.
-
-    Raises:
-        UserError: IN_CHANS is neither 1 nor 3.
     """
 
     def __init__(self, source: Source, config: DataConfig, is_train: bool, max_tries: int = 1):
-        channels, size = config.in_chans, config.img_size
-        if channels not in (1, 3):
-            raise UserError(
-                f"IN_CHANS is {channels}, images are read as 1 (grey) or 3 (RGB) channels"
-            )
+        channels, size = config.channels, config.img_size
         # This must come before the source, whose class may be defined in one of these files: a
         # spawned worker restores attributes in this order.
         self.imported_files = ImportedFiles()

@@ -56,7 +56,7 @@ def validation_batches(config: DataConfig, source: Source, count: int, batch_siz
 def random_batches(config: DataConfig, count: int, batch_size: int) -> Batches:
     """`count` images of normal noise, with the moments of normalised images. Each call returns the
     same images."""
-    shape = (batch_size, config.in_chans, config.img_size, config.img_size)
+    shape = (batch_size, config.channels, config.img_size, config.img_size)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(config.seed)

@@ -252,7 +252,7 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
     """Entries of model.json about input, output, preprocessing and checkpoint."""
     data, experts = deployed.data, deployed.model_config.experts
     batch = choices.batch_size or None
-    shape = [batch, data.in_chans, data.img_size, data.img_size]
+    shape = [batch, data.channels, data.img_size, data.img_size]
     facts = {
         "input": {"name": programs.INPUT, "dtype": "float32", "shape": shape},
         "output": {"name": programs.OUTPUT, "dtype": "float32", "shape": [batch, len(class_names)]},
@@ -274,7 +274,7 @@ def preprocessing(config: DataConfig) -> dict:
     short side before the centre crop; None: the image is stretched to the square. Then values from
     0 to 1 are normalised by `mean` and `std`.
     """
-    mode = "L" if config.in_chans == 1 else "RGB"
+    mode = "L" if config.channels == 1 else "RGB"
     resize = None
     if config.test.crop_ratio:
         resize = math.floor(config.img_size / config.test.crop_ratio)

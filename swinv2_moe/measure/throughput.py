@@ -296,7 +296,7 @@ def _model(config: AllSections, world: World) -> MoEModel:
 
 def _batch(config: DataConfig, world: World) -> Batch:
     seed_everything(config.seed, world.rank)
-    shape = (config.batch_size, config.in_chans, config.img_size, config.img_size)
+    shape = (config.batch_size, config.channels, config.img_size, config.img_size)
     images = torch.randn(shape, device=world.device)
     return Batch(images, torch.randint(_classes(config), (len(images),), device=world.device), [])
 

@@ -58,6 +58,7 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
     return {
         **config.trunk,
         "img_size": config.img_size,
+        "in_chans": config.in_chans,
         "num_classes": num_classes,
         "drop_path_rate": config.drop_path_rate,
         "num_experts": experts.num_experts,

@@ -76,7 +76,7 @@ class Predictor:
         self._autocast = deployed.autocast
         self._transform = build_transform(config, is_train=False)
         self._mode = "RGB"
-        if config.in_chans == 1:
+        if config.channels == 1:
             self._mode = "L"
         facts = deployed.facts()
         # Experts that choose tokens choose from all pictures of a batch.

@@ -209,15 +209,30 @@ def test_a_strategy_is_read_as_it_is_written():
         ),
         ("TEST.CROP False", "TEST.CROP_RATIO", 0, "TEST.CROP (False) is a part of TEST.CROP_RATIO"),
         ("TEST.CROP_RATIO 0 TEST.CROP True", "TEST.CROP_RATIO", 0.875, "is 0.875 now, not 0.0"),
+        (
+            "MODEL.SWINV2.IN_CHANS 1 DATA.MEAN [0] DATA.STD [1]",
+            "DATA.CHANNELS",
+            1,
+            "MODEL.SWINV2.IN_CHANS (1) is a part of DATA.CHANNELS now: 1",
+        ),
     ],
 )
 def test_values_that_other_keys_have(old, key, now, line, lines):
     opts = old.split()
-    if key != "TEST.CROP_RATIO":
+    if key.startswith("MODEL"):
         opts += ["MODEL.PRETRAINED", "a", "MODEL.MOE.NUM_EXPERTS", "2"]
         opts += ["MODEL.MOE.BLOCKS", "[[], [], [1], []]"]
     assert flatten(load_config(None, opts))[key] == now
     assert any(line in said for said in lines())
+
+
+@pytest.mark.parametrize(("model_type", "channels"), [("vit_moe", 1), ("swinv2_moe", 3)])
+def test_the_channels_are_those_of_the_model_type(model_type, channels):
+    """Saved configurations have the keys of all model types."""
+    saved = f"MODEL: {{TYPE: {model_type}, VIT: {{IN_CHANS: 1}}, SWINV2: {{IN_CHANS: 3}}}}"
+    saved += f"\nDATA: {{MEAN: {[0.5] * channels}, STD: {[1.0] * channels}}}"
+    data = config_from_text(saved, "run").DATA
+    assert channels == data.CHANNELS
 
 
 def test_a_map_of_classes_contradicts_a_new_head():

@@ -48,7 +48,7 @@ def test_each_section_has_its_own_keys_and_what_else_it_needs():
     config = load_config(None, as_opts({"SEED": 3, "DATA.BATCH_SIZE": 6, "AMP_ENABLE": True}))
     data, train = data_config(config), train_config(config)
     assert (data.seed, data.batch_size, data.augment.scale) == (3, 6, (0.08, 1.0))
-    assert (data.test.crop_ratio, data.in_chans, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
+    assert (data.test.crop_ratio, data.channels, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
     assert (train.batch_size, train.optimizer.name, train.amp_enable) == (6, "adamw", True)
     assert (run_config(config).seed, checkpoint_config(config).keep_last) == (3, 2)
     with pytest.raises(FrozenInstanceError):

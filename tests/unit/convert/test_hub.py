@@ -67,7 +67,7 @@ def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_check
 
 
 def test_a_vit_of_one_channel(convert, tmp_path):
-    opts = ["MODEL.VIT.IN_CHANS", "1", "DATA.MEAN", "[0.5]", "DATA.STD", "[0.25]"]
+    opts = ["DATA.CHANNELS", "1", "DATA.MEAN", "[0.5]", "DATA.STD", "[0.25]"]
     opts += ["MODEL.VIT.DEPTH", "2", "MODEL.MOE.BLOCKS", "[[1]]", "TEST.CROP_RATIO", "0"]
     config = load_config(CONFIGS / "vit_moe_digits.yaml", opts)
     model = build_model(model_config(config), 10).eval()

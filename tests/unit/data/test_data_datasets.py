@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from swinv2_moe.data import IGNORE, Batch, UnreadableImages, build_data
-from swinv2_moe.data.datasets import ImageDataset, read_image, seed_random_states
+from swinv2_moe.data.datasets import read_image, seed_random_states
 from swinv2_moe.data.sources import ImageFiles
 from swinv2_moe.errors import UserError
 
@@ -173,7 +173,7 @@ def test_batch_types(load):
     assert (batch.images.shape, batch.images.dtype) == ((4, 3, 16, 16), torch.float32)
     assert (batch.targets.shape, batch.targets.dtype) == ((4,), torch.int64)
     assert batch.unreadable == []
-    grey = {"MODEL.SWINV2.IN_CHANS": 1, "DATA.MEAN": [0.5], "DATA.STD": [0.25]}
+    grey = {"DATA.CHANNELS": 1, "DATA.MEAN": [0.5], "DATA.STD": [0.25]}
     assert next(iter(load(grey).train_loader)).images.shape == (4, 1, 16, 16)
 
 
@@ -275,11 +275,3 @@ def test_every_mode_becomes_rgb_or_grey(tmp_path):
         assert read_image(source, 0, "RGB").getpixel((3, 3)) == rgb, name
         want = Image.new("RGB", (1, 1), rgb).convert("L").getpixel((0, 0))
         assert read_image(source, 0, "L").getpixel((3, 3)) == want, name
-
-
-def test_only_one_or_three_channels(make_data):
-    source = ImageFiles("", np.array([b""]), np.zeros(1))
-    for channels in (0, 2, 4):
-        section = make_data({"MODEL.SWINV2.IN_CHANS": channels})
-        with pytest.raises(UserError, match=rf"IN_CHANS is {channels}"):
-            ImageDataset(source, section, is_train=True)

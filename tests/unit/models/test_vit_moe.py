@@ -118,7 +118,7 @@ def test_a_configured_model():
         (["MODEL.VIT.NUM_HEADS", "3"], ["MODEL.VIT.NUM_HEADS", "16", "3 heads"]),
         (["MODEL.VIT.DEPTH", "0"], ["MODEL.VIT.DEPTH is 0", "at least 1"]),
         (["MODEL.VIT.GLOBAL_POOL", "max"], ["GLOBAL_POOL", "'max'", "token, avg"]),
-        (["MODEL.VIT.IN_CHANS", "2"], ["MODEL.VIT.IN_CHANS is 2", "1, 3"]),
+        (["DATA.CHANNELS", "2"], ["DATA.CHANNELS is 2", "1, 3"]),
         (["MODEL.VIT.DEPHT", "2"], ["MODEL.VIT.DEPHT", "did you mean MODEL.VIT.DEPTH?"]),
         (["DATA.IMG_SIZE", "18"], ["DATA.IMG_SIZE is 18", "MODEL.VIT.PATCH_SIZE", "16 or 20"]),
         (["MODEL.MOE.BLOCKS", "[[2]]"], ["MODEL.MOE.BLOCKS", "no block 2", "2 blocks"]),
