@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import other_runs
 
@@ -98,7 +98,7 @@ def check_training(config: CfgNode, resume: str | None) -> None:
 
 def _check_dataset(config: CfgNode) -> None:
     data = config.DATA
-    dataset, path = datasets()[data.DATASET], os.path.expanduser(data.PATH)
+    dataset, path = DATASETS[data.DATASET], os.path.expanduser(data.PATH)
     if dataset.needs_files and path:
         _check_directory(path)
     if data.DATASET in ("folder", "imagenet"):

@@ -116,7 +116,7 @@ SHARED = [
     "swinv2_moe.model_sections",
     "swinv2_moe.layer_names",
     "swinv2_moe.model_types",
-    "swinv2_moe.dataset_registry",
+    "swinv2_moe.data.section",
     "swinv2_moe.tables",
     "swinv2_moe.config",
 ]
@@ -146,10 +146,9 @@ ALLOWED = {
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     "swinv2_moe.model_sections": ["swinv2_moe.errors"],
     "swinv2_moe.model_types": ["swinv2_moe.model_sections"],
-    "swinv2_moe.dataset_registry": [],
+    "swinv2_moe.data.section": ["moe_core.options"],
     "swinv2_moe.input_paths": [
         "swinv2_moe.errors",
-        "swinv2_moe.dataset_registry",
         "swinv2_moe.files",
         "swinv2_moe.data",
     ],
@@ -161,7 +160,7 @@ ALLOWED = {
         "swinv2_moe.files",
         "swinv2_moe.imports",
         "swinv2_moe.model_types",
-        "swinv2_moe.dataset_registry",
+        "swinv2_moe.data.section",
     ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": [
@@ -172,8 +171,6 @@ ALLOWED = {
         "swinv2_moe.errors",
         "swinv2_moe.files",
         "swinv2_moe.imports",
-        "swinv2_moe.dataset_registry",
-        "swinv2_moe.config",
     ],
     "swinv2_moe.routing_pictures": [
         "swinv2_moe.output",

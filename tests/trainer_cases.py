@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from swinv2_moe.config import AllSections, all_sections, load_config
-from swinv2_moe.data import Batch, build_data
+from swinv2_moe.data.build import build_data
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World, expert_group, seed_everything

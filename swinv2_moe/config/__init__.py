@@ -19,9 +19,7 @@ from swinv2_moe.config.schedule import Schedule, parse_schedule
 from swinv2_moe.config.sections import (
     PUBLISHED_MOE,
     AllSections,
-    AugmentConfig,
     CheckpointConfig,
-    DataConfig,
     ExpertsConfig,
     ModelConfig,
     RunConfig,
@@ -39,9 +37,7 @@ from swinv2_moe.config.typed import (
 __all__ = [
     "PUBLISHED_MOE",
     "AllSections",
-    "AugmentConfig",
     "CheckpointConfig",
-    "DataConfig",
     "ExpertsConfig",
     "ModelConfig",
     "RunConfig",

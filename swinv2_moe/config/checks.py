@@ -12,7 +12,7 @@ from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
 from swinv2_moe.config.sections import ExpertsConfig, key_options
 from swinv2_moe.config.typed import layer_config
-from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.model_types import model_type
 
@@ -197,7 +197,7 @@ def _check_schedule(config: CfgNode) -> None:
 
 def _check_dataset(config: CfgNode) -> None:
     data = config.DATA
-    dataset = datasets()[data.DATASET]
+    dataset = DATASETS[data.DATASET]
     if dataset.needs_lists and not (data.TRAIN_LIST and data.VAL_LIST):
         raise UserError(
             f"DATA.DATASET is {data.DATASET!r}: DATA.TRAIN_LIST and DATA.VAL_LIST must name its two"

@@ -8,6 +8,7 @@ from yacs.config import CfgNode
 
 from moe_core.options import options
 from swinv2_moe.config import sections
+from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
 from swinv2_moe.model_types import model_types
 
 
@@ -37,7 +38,7 @@ def default_config() -> CfgNode:
     type."""
     config = _group(sections.RunConfig)
     config.CHECKPOINT = _group(sections.CheckpointConfig)
-    config.DATA = _group(sections.DataConfig)
+    config.DATA = _group(DataConfig)
     config.MODEL = _group(sections.ModelConfig)
     for model_type in model_types().values():
         section = model_type.section
@@ -47,8 +48,8 @@ def default_config() -> CfgNode:
         config.MODEL.MOE[name.upper()] = default
     config.TRAIN = _group(sections.TrainConfig)
     config.TRAIN.OPTIMIZER = _group(sections.OptimizerConfig)
-    config.AUG = _group(sections.AugmentConfig)
-    config.TEST = _group(sections.CropConfig)
+    config.AUG = _group(AugmentConfig)
+    config.TEST = _group(CropConfig)
     return config
 
 

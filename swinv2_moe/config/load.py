@@ -17,7 +17,7 @@ from swinv2_moe.config.checks import check_config, check_settings, choices, orde
 from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.retired import ONCE_BOOL, RETIRED, merged, shown, translate, warn_once
 from swinv2_moe.config_files import find_config
-from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
 
@@ -74,7 +74,7 @@ def load_config(
     if data is not None and "DATA.PATH" not in from_opts:
         config.DATA.PATH = data
     if data is not None and "DATA.DATASET" not in from_opts:
-        dataset = datasets().get(config.DATA.DATASET)
+        dataset = DATASETS.get(config.DATA.DATASET)
         if dataset and not dataset.needs_files:
             config.DATA.DATASET = "folder"
     if output and "OUTPUT" not in from_opts:

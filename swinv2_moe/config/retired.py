@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from swinv2_moe.config.sections import CropConfig
+from swinv2_moe.data.section import CropConfig
 from swinv2_moe.errors import UserError, short
 
 _log = logging.getLogger(__name__)

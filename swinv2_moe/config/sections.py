@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moe_core import MoEConfig
 from moe_core.options import Option, option, options
-from swinv2_moe.dataset_registry import datasets
+from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
 from swinv2_moe.model_types import model_types
 
 
@@ -95,119 +95,6 @@ class CheckpointConfig:
         "host memory per rank for saving while training continues, MB; beyond it, training waits",
         least=0,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
-    """AUG: random changes of training images."""
-
-    scale: tuple[float, float] = option(
-        (0.08, 1.0),
-        "random resized crop: range of the share of the area",
-    )
-    hflip: float = option(0.5, "probability of a horizontal flip", least=0, most=1)
-    color_jitter: float = option(
-        0.4,
-        "strength; 0: off. Only without `AUTO_AUGMENT`",
-        least=0,
-        most=1,
-    )
-    auto_augment: str = option("rand-m9-mstd0.5-inc1", "a policy of timm; empty or `none`: off")
-    reprob: float = option(0.25, "probability of random erasing", least=0, most=1)
-    mixup: float = option(0.8, "alpha of mixup; 0: off", least=0)
-    cutmix: float = option(1.0, "alpha of cutmix; 0: off", least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CropConfig:
-    """TEST: the part of an image that is evaluated, and the order of the images."""
-
-    crop_ratio: float = option(
-        0.875,
-        "side of the centre crop, as a share of the short side: that is resized to"
-        " `DATA.IMG_SIZE / CROP_RATIO`; 0: both sides are resized",
-        least=0,
-        most=1,
-    )
-    shuffle: bool = option(
-        False,
-        "validation and `swinv2-moe evaluate` read the images in a fixed permutation; results"
-        " are in the order of the data",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """DATA: images and how they are read."""
-
-    dataset: str = option(
-        "digits",
-        "source of the images, or a registered name (`--import`)",
-        choices=datasets,
-    )
-    path: str = option(
-        "",
-        "`folder`: holds `train/` and `val/` with a folder per class; `list`: root of"
-        " relative paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
-    )
-    train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
-    val_list: str = option("", "the same for validation")
-    val_split: float = option(
-        0.0,
-        "`folder`, `imagenet`: share of each class of `train/` that is held out for"
-        " validation where there is no `val/`; by the files' names, so the same for every"
-        " `SEED`",
-        least=0,
-        most=0.9,
-    )
-    shard_streams: int = option(
-        64,
-        "`shards`: number of runs of consecutive images that are read in turn; if the number"
-        " of ranks divides it, each rank reads its own shards",
-        least=1,
-    )
-    stage: str = option(
-        "",
-        "`shards`: a directory on a disk or in the memory of each node, to which the shards"
-        " are copied while the first epoch reads them; over several nodes, the source is read"
-        " once",
-    )
-    batch_size: int = option(128, "images per rank per forward pass", least=1)
-    global_batch_size: int = option(
-        0,
-        "images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank",
-        least=0,
-    )
-    img_size: int = option(192, "side of the square input, pixels", least=1, most=2**16)
-    channels: int = option(3, "channels of an image: 1, grey, or 3, RGB", choices=(1, 3))
-    interpolation: str = option(
-        "bicubic",
-        "interpolation in resizing; `random`: bilinear or bicubic, in training",
-        choices=("nearest", "bilinear", "bicubic", "random"),
-    )
-    mean: tuple[float, ...] = option(
-        (0.485, 0.456, 0.406),
-        "mean of each channel, which is subtracted; the default is ImageNet's",
-    )
-    std: tuple[float, ...] = option(
-        (0.229, 0.224, 0.225),
-        "standard deviation of each channel, by which the difference is divided; the default"
-        " is ImageNet's",
-    )
-    num_workers: int = option(2, "loader processes per rank", least=0)
-    max_bad_share: float = option(
-        0.01,
-        "the run stops when a larger share of the images is unreadable",
-        least=0,
-        most=1,
-    )
-
-    augment: AugmentConfig
-    test: CropConfig
-    num_classes: int  # MODEL.NUM_CLASSES
-    seed: int
-    device: str
-    validation_only: bool  # the training images are not needed and need not exist
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered

@@ -6,6 +6,7 @@ from yacs.config import CfgNode
 
 from moe_core import MoEConfig
 from swinv2_moe.config import sections
+from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
 from swinv2_moe.model_types import model_section
 
 
@@ -19,12 +20,12 @@ def checkpoint_config(config: CfgNode) -> sections.CheckpointConfig:
     return sections.CheckpointConfig(**_values(config.CHECKPOINT))
 
 
-def data_config(config: CfgNode) -> sections.DataConfig:
+def data_config(config: CfgNode) -> DataConfig:
     """The section DATA, with AUG, TEST and all other keys that reading images needs."""
-    return sections.DataConfig(
+    return DataConfig(
         **_values(config.DATA),
         augment=_augment(config),
-        test=sections.CropConfig(**_values(config.TEST)),
+        test=CropConfig(**_values(config.TEST)),
         num_classes=config.MODEL.NUM_CLASSES,
         seed=config.SEED,
         device=config.DEVICE,
@@ -75,8 +76,8 @@ def all_sections(config: CfgNode) -> sections.AllSections:
     )
 
 
-def _augment(config: CfgNode) -> sections.AugmentConfig:
-    return sections.AugmentConfig(**_values(config.AUG))
+def _augment(config: CfgNode) -> AugmentConfig:
+    return AugmentConfig(**_values(config.AUG))
 
 
 def layer_config(config: CfgNode) -> MoEConfig | None:

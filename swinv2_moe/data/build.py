@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from swinv2_moe.config import DataConfig
 from swinv2_moe.data.datasets import ImageDataset, collate
 from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
+from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
-from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
 S = TypeVar("S", bound=Sampler[int])
@@ -152,7 +151,7 @@ def _loader(config: DataConfig, dataset: ImageDataset, sampler: S) -> "Loader[S]
     """A loader that starts its workers for each epoch, because they get a copy of the dataset with
     its epoch. torch gives each worker one thread."""
     num_workers = 0
-    if datasets()[config.dataset].use_workers:
+    if DATASETS[config.dataset].use_workers:
         num_workers = config.num_workers
     return Loader(
         dataset,

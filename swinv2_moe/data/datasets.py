@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
-from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import decode, read_file, to_mode
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError, one_line

@@ -12,7 +12,7 @@ from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp, posterize
 from torchvision import transforms
 
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
 
 Transform = Callable[[Image.Image], torch.Tensor]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_core import prepared
-from swinv2_moe.config import DataConfig
 from swinv2_moe.data.datasets import IGNORE, ImageDataset, collate
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Source
 from swinv2_moe.export.programs import Program
 

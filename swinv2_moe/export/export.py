@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from moe_core.files import fsync, fsync_and_hash
-from swinv2_moe.config import DataConfig, ExpertsConfig
+from swinv2_moe.config import ExpertsConfig
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.export import programs

@@ -29,8 +29,8 @@ from torch import nn
 
 from moe_core import MoEConfig, moe_layers, prepared
 from swinv2_moe.config import as_opts
-from swinv2_moe.data import UnreadableImages, evaluation_loader
-from swinv2_moe.data.build import Loader
+from swinv2_moe.data.build import Loader, evaluation_loader
+from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError

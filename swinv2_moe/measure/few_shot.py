@@ -33,7 +33,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from moe_core import equal_tokens, prepared
-from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel

@@ -16,8 +16,8 @@ from PIL import Image
 from torch import nn
 
 from moe_core import moe_layers
-from swinv2_moe.data import UnreadableImages, evaluation_loader
-from swinv2_moe.data.datasets import ImageDataset, Sample
+from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.datasets import ImageDataset, Sample, UnreadableImages
 from swinv2_moe.data.sources import Source, Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import measure

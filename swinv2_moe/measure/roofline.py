@@ -36,7 +36,8 @@ from swinv2_moe.config import (
     resolve_batch_size,
     run_config,
 )
-from swinv2_moe.data import Batch, Data, build_data
+from swinv2_moe.data.build import Data, build_data
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases
 from swinv2_moe.measure.phases import PHASES, Work

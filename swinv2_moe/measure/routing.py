@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data import UnreadableImages, evaluation_loader
+from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.images import image_paths
 from swinv2_moe.data.sources import ImageFiles, Source, Sources, Subset, load_sources
 from swinv2_moe.errors import UserError

@@ -41,14 +41,14 @@ import torch
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import (
     AllSections,
-    DataConfig,
     ModelConfig,
     all_sections,
     flatten,
     model_config,
     run_config,
 )
-from swinv2_moe.data import Batch
+from swinv2_moe.data.datasets import Batch
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.configurations import PASSES, Combination, Plan
 from swinv2_moe.measure.rounds import (

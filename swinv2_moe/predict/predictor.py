@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data import build_transform
 from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
+from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
 from swinv2_moe.train.checkpoint import select_checkpoint

@@ -22,10 +22,12 @@ import numpy as np
 import torch.distributed as dist
 
 from moe_core.parallel import Ranks
-from swinv2_moe.config import DataConfig
-from swinv2_moe.data import Data, Sources, UnreadableImages, build_data, evaluation_loader
+from swinv2_moe.data import Sources
+from swinv2_moe.data.build import Data, build_data, evaluation_loader
+from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json

@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_core import MoEConfig
 from swinv2_moe.config import (
     AllSections,
-    DataConfig,
     ModelConfig,
     all_sections,
     as_opts,
@@ -26,10 +25,10 @@ from swinv2_moe.config import (
     run_config,
 )
 from swinv2_moe.data.classes import are_numbers, match_classes
+from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.data.sources.base import relabelled
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
-from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train import checkpoint
@@ -163,7 +162,7 @@ class Deployed:
         return sources._replace(train=train, val=val, class_names=trained), "; ".join(notes) or None
 
     def _place(self) -> str:
-        if datasets()[self.data.dataset].needs_path:
+        if DATASETS[self.data.dataset].needs_path:
             return self.data.path
         return self.data.dataset
 
@@ -261,6 +260,6 @@ def _dataset_of(data: Path, trained_on: str) -> str:
     if (data / "index.json").is_file():
         return "shards"
     has_folder = any((data / name).is_dir() for name in ("train", *VALIDATION_FOLDERS))
-    if has_folder or not datasets()[trained_on].needs_files:
+    if has_folder or not DATASETS[trained_on].needs_files:
         return "folder"
     return trained_on

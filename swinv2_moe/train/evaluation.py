@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import equal_tokens, prepared
-from swinv2_moe.data import IGNORE, Batch
+from swinv2_moe.data.datasets import IGNORE, Batch
 from swinv2_moe.train.distributed import World
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
 from swinv2_moe.config import AllSections, config_from_text, model_config
-from swinv2_moe.data import Data, UnreadableImages
+from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
+from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
 from swinv2_moe.tables import in_words, seconds_left

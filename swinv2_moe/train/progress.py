@@ -14,7 +14,7 @@ from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
-from swinv2_moe.data import Batch
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.step import StepResult
 

@@ -16,7 +16,7 @@ from swinv2_moe.config import (
     resolve_batch_size,
     run_config,
 )
-from swinv2_moe.data import Data
+from swinv2_moe.data.build import Data
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import build_model, measure_model

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from moe_core import moe_layers
-from swinv2_moe.config import DataConfig, TrainConfig
-from swinv2_moe.data import Data
+from swinv2_moe.config import TrainConfig
+from swinv2_moe.data.build import Data
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.models import Complexity
 from swinv2_moe.train import optim
 from swinv2_moe.train.arrival import Staging, read_staging

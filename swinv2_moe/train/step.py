@@ -18,8 +18,9 @@ from moe_core import (
     reset_balance_loads,
     update_balance,
 )
-from swinv2_moe.config import AugmentConfig, TrainConfig
-from swinv2_moe.data import Batch
+from swinv2_moe.config import TrainConfig
+from swinv2_moe.data.datasets import Batch
+from swinv2_moe.data.section import AugmentConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train import optim

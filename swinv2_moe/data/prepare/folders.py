@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from swinv2_moe.config import data_config, load_config
+from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import make_directory
@@ -48,8 +48,21 @@ def image_folder(data: Path, target: Path) -> Path:
     folder = data
     if data.is_file():
         folder = target
-    load_sources(data_config(load_config(data=str(folder))))
+    load_sources(_config_of(folder))
     return folder.resolve()
+
+
+def _config_of(folder: Path) -> DataConfig:
+    return DataConfig(
+        dataset="folder",
+        path=str(folder),
+        augment=AugmentConfig(),
+        test=CropConfig(),
+        num_classes=0,
+        seed=0,
+        device="cpu",
+        validation_only=False,
+    )
 
 
 def _checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:

@@ -10,7 +10,7 @@ import pkgutil
 
 import numpy as np
 
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.sources.base import (
     ImageArrays,
     ImageFiles,
@@ -19,7 +19,6 @@ from swinv2_moe.data.sources.base import (
     Subset,
     check_directory,
 )
-from swinv2_moe.dataset_registry import datasets
 from swinv2_moe.errors import UserError
 
 for _module in pkgutil.iter_modules(__path__):
@@ -46,7 +45,7 @@ def load_sources(config: DataConfig, validation_only: bool = False) -> Sources:
         UserError: a path, folder, list line or label cannot be used, or train and val have
             different classes.
     """
-    dataset = datasets()[config.dataset]
+    dataset = DATASETS[config.dataset]
     path = os.path.expanduser(config.path)
     if dataset.needs_files and (path or dataset.needs_path):
         check_directory("DATA.PATH", path)

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.sources.base import ImageArrays, Sources, content_of
-from swinv2_moe.dataset_registry import register_dataset
 from swinv2_moe.errors import UserError
 
 if TYPE_CHECKING:

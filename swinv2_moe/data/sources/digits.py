@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.sources.base import ImageArrays, Sources
-from swinv2_moe.dataset_registry import register_dataset
 
 
 @register_dataset("digits", needs_path=False, use_workers=False)

@@ -10,20 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from swinv2_moe.config import DataConfig
 from swinv2_moe.data.images import (
     SUFFIXES,
     find_images,
     left_out_line,
     subfolders,
 )
+from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.sources.base import (
     ImageFiles,
     Sources,
     check_directory,
     content_of,
 )
-from swinv2_moe.dataset_registry import register_dataset
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 

@@ -21,9 +21,8 @@ from typing import TextIO
 import numpy as np
 
 from moe_core.files import open_regular
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.sources.base import ImageFiles, Sources
-from swinv2_moe.dataset_registry import register_dataset
 from swinv2_moe.errors import UserError, short, shortened
 
 _JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")

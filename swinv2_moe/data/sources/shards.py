@@ -1,9 +1,8 @@
 """shards: tars of images and an index, as data/make_shards.py writes them."""
 
-from swinv2_moe.config import DataConfig
+from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources.base import Sources
-from swinv2_moe.dataset_registry import register_dataset
 
 
 @register_dataset("shards")

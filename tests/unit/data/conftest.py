@@ -10,9 +10,10 @@ from PIL import Image
 from shard_cases import OPTIONS, SOURCES
 from yacs.config import CfgNode
 
-from swinv2_moe.config import DataConfig, data_config, default_config
+from swinv2_moe.config import data_config, default_config
 from swinv2_moe.data.prepare import transfer_bar
 from swinv2_moe.data.prepare.make_shards import make_shards
+from swinv2_moe.data.section import DataConfig
 
 # RandAugment draws from numpy and random, erasing from torch and random, the flip from torch.
 FULL_AUGMENTATION = {"AUG.REPROB": 0.5, "AUG.AUTO_AUGMENT": "rand-m9-mstd0.5-inc1"}

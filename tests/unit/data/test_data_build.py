@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data import build_data
+from swinv2_moe.data.build import build_data
 from swinv2_moe.data.sources import listed, load_sources
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from swinv2_moe.data import IGNORE, Batch, UnreadableImages, build_data
-from swinv2_moe.data.datasets import read_image, seed_random_states
+from swinv2_moe.data.build import build_data
+from swinv2_moe.data.datasets import IGNORE, Batch, UnreadableImages, read_image, seed_random_states
 from swinv2_moe.data.sources import ImageFiles
 from swinv2_moe.errors import UserError
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torchvision.datasets import ImageFolder
 
-from swinv2_moe.data import UnreadableImages, build_data
+from swinv2_moe.data.build import build_data
+from swinv2_moe.data.datasets import UnreadableImages
 
 DATA = Path(os.environ.get("SWINV2_MOE_TEST_DATA", Path(__file__).parents[4] / "shared" / "data"))
 TAR = DATA / "imagenette224_small" / "imagenette224_small.tar"

@@ -9,8 +9,7 @@ from PIL import Image
 from timm.data.auto_augment import posterize
 from torchvision.transforms import InterpolationMode
 
-from swinv2_moe.data import build_transform
-from swinv2_moe.data.transforms import _augment_ops
+from swinv2_moe.data.transforms import _augment_ops, build_transform
 from swinv2_moe.errors import UserError
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

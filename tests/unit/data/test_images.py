@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFile, PngImagePlugin
 
-from swinv2_moe.data import build_data, build_transform
+from swinv2_moe.data.build import build_data
 from swinv2_moe.data.datasets import ImageDataset, UnreadableImages, read_image
 from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode, to_mode
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
-from swinv2_moe.data.transforms import bounded
+from swinv2_moe.data.transforms import bounded, build_transform
 from swinv2_moe.errors import UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(secret) run\n%%EOF\n"

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swinv2_moe import dataset_registry, imports
+from swinv2_moe import imports
 from swinv2_moe.command import CommandParser
 from swinv2_moe.config import config_from_text, data_config, load_config
-from swinv2_moe.data import ImageArrays, Sources, build_data
+from swinv2_moe.data import ImageArrays, Sources
+from swinv2_moe.data.build import build_data
+from swinv2_moe.data.section import DATASETS, register_dataset
 from swinv2_moe.data.sources import load_sources
-from swinv2_moe.dataset_registry import datasets, register_dataset
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_file
 
@@ -52,9 +53,11 @@ def npz(config):
 
 @pytest.fixture(autouse=True)
 def registrations_end_with_the_test(monkeypatch):
-    monkeypatch.setattr(dataset_registry, "_DATASETS", dict(datasets()))
+    before = dict(DATASETS)
     monkeypatch.setattr(imports, "_imported", [])
     yield
+    DATASETS.clear()
+    DATASETS.update(before)
     sys.modules.pop("imported_npz", None)
 
 

@@ -19,7 +19,8 @@ from tool_cases import refusal, snapshot
 from webdataset import TarWriter, WebDataset
 
 from swinv2_moe import files
-from swinv2_moe.data import build_data, shards
+from swinv2_moe.data import shards
+from swinv2_moe.data.build import build_data
 from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tool_cases import command, snapshot
 
-from swinv2_moe.data import build_data
+from swinv2_moe.data.build import build_data
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from swinv2_moe.config import load_config
-from swinv2_moe.data import build_data, images
+from swinv2_moe.data import images
+from swinv2_moe.data.build import build_data
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 

@@ -15,7 +15,7 @@ from run_cases import saver_of
 from yacs.config import CfgNode
 
 from swinv2_moe.config import all_sections, load_config
-from swinv2_moe.data import build_data
+from swinv2_moe.data.build import build_data
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything
 from swinv2_moe.train.loop import Trainer

@@ -19,7 +19,7 @@ from trainer_cases import QUICKSTART, SMALL
 from yacs.config import CfgNode
 
 from swinv2_moe.config import data_config, load_config, model_config
-from swinv2_moe.data import evaluation_loader
+from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import ImageArrays, load_sources
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, expert_group, seed_everything

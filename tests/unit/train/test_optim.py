@@ -5,7 +5,7 @@ import torch
 
 from moe_core.ops.native import instruction_sets
 from swinv2_moe.config import all_sections, train_config
-from swinv2_moe.data import Batch
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from swinv2_moe.config import model_config, train_config
-from swinv2_moe.data import Batch
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, seed_everything

@@ -1,0 +1,189 @@
+"""The sections DATA, AUG and TEST of a configuration, and the registry of datasets.
+
+A new dataset is one file, `swinv2_moe/data/sources/NAME.py` or a file given by `--import FILE`:
+
+    >>> from swinv2_moe.data import ImageArrays, Sources, register_dataset
+    >>> @register_dataset("npz")
+    ... def npz(config: DataConfig) -> Sources: ...
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moe_core.options import option
+
+LoadFunction = TypeVar("LoadFunction", bound=Callable[[Any], Any])
+
+
+@dataclass(frozen=True)
+class RegisteredDataset:
+    """A function that loads a dataset, and the configuration keys that it needs.
+
+    Attributes:
+        load: `DataConfig` -> `swinv2_moe.data.Sources`.
+        needs_path: DATA.PATH must name a directory.
+        needs_lists: DATA.TRAIN_LIST and DATA.VAL_LIST must name files; DATA.PATH is optional.
+        use_workers: the loader may read images in DATA.NUM_WORKERS processes.
+    """
+
+    load: Callable[[Any], Any]
+    needs_path: bool = True
+    needs_lists: bool = False
+    use_workers: bool = True
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether the configuration must name files. If so, `--data` names files of this dataset.
+        Otherwise `--data` names a folder of images, which replaces this dataset."""
+        return self.needs_path or self.needs_lists
+
+
+# By name, the values of DATA.DATASET. Importing this package imports its own.
+DATASETS: dict[str, RegisteredDataset] = {}
+
+
+def register_dataset(
+    name: str, *, needs_path: bool = True, needs_lists: bool = False, use_workers: bool = True
+) -> Callable[[LoadFunction], LoadFunction]:
+    """Decorator that registers a function as a value of DATA.DATASET.
+
+    The function receives a `DataConfig` and returns `swinv2_moe.data.Sources`. In its `path`, "~"
+    is expanded. If the dataset needs files, `path` is an existing directory or empty. For missing
+    or broken data the function raises UserError, with a message of one line that names the file.
+
+    Args:
+        name: the value of DATA.DATASET.
+        needs_path: DATA.PATH must name a directory.
+        needs_lists: DATA.TRAIN_LIST and DATA.VAL_LIST must name files.
+        use_workers: False for images that are fast to read. The training process then reads them,
+            for any DATA.NUM_WORKERS.
+
+    Raises:
+        ValueError: the name is registered already, or is not a string.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a dataset is registered as {name!r}, which is not a name")
+    if name in DATASETS:
+        load = DATASETS[name].load
+        place = f"{load.__module__}.{load.__qualname__}"
+        raise ValueError(f"DATA.DATASET {name!r} is registered already: {place}")
+
+    def register(load: LoadFunction) -> LoadFunction:
+        DATASETS[name] = RegisteredDataset(load, needs_path, needs_lists, use_workers)
+        return load
+
+    return register
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """AUG: random changes of training images."""
+
+    scale: tuple[float, float] = option(
+        (0.08, 1.0),
+        "random resized crop: range of the share of the area",
+    )
+    hflip: float = option(0.5, "probability of a horizontal flip", least=0, most=1)
+    color_jitter: float = option(
+        0.4,
+        "strength; 0: off. Only without `AUTO_AUGMENT`",
+        least=0,
+        most=1,
+    )
+    auto_augment: str = option("rand-m9-mstd0.5-inc1", "a policy of timm; empty or `none`: off")
+    reprob: float = option(0.25, "probability of random erasing", least=0, most=1)
+    mixup: float = option(0.8, "alpha of mixup; 0: off", least=0)
+    cutmix: float = option(1.0, "alpha of cutmix; 0: off", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropConfig:
+    """TEST: the part of an image that is evaluated, and the order of the images."""
+
+    crop_ratio: float = option(
+        0.875,
+        "side of the centre crop, as a share of the short side: that is resized to"
+        " `DATA.IMG_SIZE / CROP_RATIO`; 0: both sides are resized",
+        least=0,
+        most=1,
+    )
+    shuffle: bool = option(
+        False,
+        "validation and `swinv2-moe evaluate` read the images in a fixed permutation; results"
+        " are in the order of the data",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """DATA: images and how they are read."""
+
+    dataset: str = option(
+        "digits",
+        "source of the images, or a registered name (`--import`)",
+        choices=DATASETS,
+    )
+    path: str = option(
+        "",
+        "`folder`: holds `train/` and `val/` with a folder per class; `list`: root of"
+        " relative paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
+    )
+    train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
+    val_list: str = option("", "the same for validation")
+    val_split: float = option(
+        0.0,
+        "`folder`, `imagenet`: share of each class of `train/` that is held out for"
+        " validation where there is no `val/`; by the files' names, so the same for every"
+        " `SEED`",
+        least=0,
+        most=0.9,
+    )
+    shard_streams: int = option(
+        64,
+        "`shards`: number of runs of consecutive images that are read in turn; if the number"
+        " of ranks divides it, each rank reads its own shards",
+        least=1,
+    )
+    stage: str = option(
+        "",
+        "`shards`: a directory on a disk or in the memory of each node, to which the shards"
+        " are copied while the first epoch reads them; over several nodes, the source is read"
+        " once",
+    )
+    batch_size: int = option(128, "images per rank per forward pass", least=1)
+    global_batch_size: int = option(
+        0,
+        "images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank",
+        least=0,
+    )
+    img_size: int = option(192, "side of the square input, pixels", least=1, most=2**16)
+    channels: int = option(3, "channels of an image: 1, grey, or 3, RGB", choices=(1, 3))
+    interpolation: str = option(
+        "bicubic",
+        "interpolation in resizing; `random`: bilinear or bicubic, in training",
+        choices=("nearest", "bilinear", "bicubic", "random"),
+    )
+    mean: tuple[float, ...] = option(
+        (0.485, 0.456, 0.406),
+        "mean of each channel, which is subtracted; the default is ImageNet's",
+    )
+    std: tuple[float, ...] = option(
+        (0.229, 0.224, 0.225),
+        "standard deviation of each channel, by which the difference is divided; the default"
+        " is ImageNet's",
+    )
+    num_workers: int = option(2, "loader processes per rank", least=0)
+    max_bad_share: float = option(
+        0.01,
+        "the run stops when a larger share of the images is unreadable",
+        least=0,
+        most=1,
+    )
+
+    augment: AugmentConfig
+    test: CropConfig
+    num_classes: int  # MODEL.NUM_CLASSES
+    seed: int
+    device: str
+    validation_only: bool  # the training images are not needed and need not exist
