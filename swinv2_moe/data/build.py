@@ -85,17 +85,16 @@ def build_data(
     # One more than the allowed number of unreadable images: if so many in a row are unreadable,
     # UnreadableImages stops the run.
     max_tries = int(config.max_bad_share * (train_size + val_size)) + 1
-    train_set = ImageDataset(sources.train, config, is_train=True, max_tries=max_tries)
     sampler = TrainSampler(
         train_size,
         config.batch_size,
         rank,
         world_size,
         config.seed,
-        _shard_order(config, sources.train),
+        _shard_order(sources.train, config.shard_streams),
     )
     return Data(
-        train_loader=_loader(config, train_set, sampler),
+        train_loader=_loader(config, sources.train, sampler, max_tries),
         val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
         num_classes=num_classes,
         class_names=sources.class_names,
@@ -131,25 +130,26 @@ def evaluation_loader(
     Every rank has the same number of batches. The images are in the source's order or, with
     `shuffle`, in a fixed permutation of it (`ValSampler.order`).
     """
-    dataset = ImageDataset(source, config, is_train=False)
-    sampler = ValSampler(len(dataset), rank, world_size, shuffle)
-    return _loader(config, dataset, sampler)
+    sampler = ValSampler(len(source), rank, world_size, shuffle)
+    return _loader(config, source, sampler)
 
 
-def _shard_order(config: DataConfig, source: Source) -> Order | None:
+def _shard_order(source: Source, streams: int) -> Order | None:
     """An order that reads shards almost sequentially; None for other sources.
 
     The workers of a rank take its batches in turn. So the pages that one worker reads ahead are in
     the page cache for the others.
     """
     if isinstance(source, ShardedImages):
-        return partial(shard_order, source.counts, config.shard_streams)
+        return partial(shard_order, source.counts, streams)
     return None
 
 
-def _loader(config: DataConfig, dataset: ImageDataset, sampler: S) -> "Loader[S]":
+def _loader(config: DataConfig, source: Source, sampler: S, max_tries: int = 1) -> "Loader[S]":
     """A loader that starts its workers for each epoch, because they get a copy of the dataset with
     its epoch. torch gives each worker one thread."""
+    is_train = isinstance(sampler, TrainSampler)
+    dataset = ImageDataset(source, config, is_train, max_tries)
     num_workers = 0
     if DATASETS[config.dataset].use_workers:
         num_workers = config.num_workers

@@ -9,7 +9,13 @@ import pkgutil
 
 from swinv2_moe.layer_names import block_place
 from swinv2_moe.models import registry  # noqa: F401
-from swinv2_moe.models.build import Complexity, build_model, measure_model, model_arguments
+from swinv2_moe.models.build import (
+    Complexity,
+    build_model,
+    configured_windows,
+    measure_model,
+    model_arguments,
+)
 from swinv2_moe.models.moe_mlp import (
     MoEMlp,
     block_name,
@@ -36,6 +42,7 @@ __all__ = [
     "block_name",
     "block_place",
     "build_model",
+    "configured_windows",
     "frozen_moe",
     "load_dense",
     "load_strict",

@@ -85,6 +85,12 @@ def measure_model(config: ModelConfig, num_classes: int) -> Complexity:
     return count(model, config.img_size, config.in_chans)
 
 
+def configured_windows(config: ModelConfig) -> list[int]:
+    """The windows of the position biases of the configured model; as `position_windows`."""
+    with torch.device("meta"):
+        return build_model(config, num_classes=1).position_windows()
+
+
 def count(model: nn.Module, img_size: int, in_chans: int = 3) -> Complexity:
     """Count a model that lives on the meta device.
 

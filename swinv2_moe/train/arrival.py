@@ -103,7 +103,7 @@ def load_data(
             `check_same_data` and `check_files` raise.
     """
     staging = world.everywhere(lambda: read_staging(config.path))
-    background = stack.enter_context(background_staging(config, world))
+    background = stack.enter_context(background_staging(config.path, config.stage, world))
 
     def load() -> Data:
         sources = None
@@ -129,12 +129,12 @@ class BackgroundStaging:
     """The staging of one run, on every rank.
 
     Args:
+        directory: where the shards are copied to.
         stager: the stager, on the process of each node that copies; None on the others.
     """
 
-    def __init__(self, config: DataConfig, stager: Stager | None) -> None:
-        self.config = config
-        self.directory = os.path.expanduser(config.stage)
+    def __init__(self, directory: str, stager: Stager | None) -> None:
+        self.directory = directory
         self._stager = stager
         self._thread: threading.Thread | None = None
 
@@ -168,18 +168,19 @@ class BackgroundStaging:
 
 
 @contextmanager
-def background_staging(config: DataConfig, world: World) -> Iterator[BackgroundStaging | None]:
-    """Start the staging that DATA.STAGE asks for; yield None if DATA.STAGE is empty. Collective.
+def background_staging(path: str, stage: str, world: World) -> Iterator[BackgroundStaging | None]:
+    """Start the staging from DATA.PATH to DATA.STAGE; yield None if that is empty. Collective.
 
     The files that describe the shards are copied first.
 
     Raises:
         UserError: on all ranks, see `swinv2_moe.data.prepare.staging.stage`.
     """
-    if not config.stage:
+    if not stage:
         yield None
         return
-    stager = _stager_of_node(config, world)
+    source, target = os.path.expanduser(path), os.path.expanduser(stage)
+    stager = _stager_of_node(source, target, world)
     with contextlib.ExitStack() as stack:
         problem = None
         try:
@@ -193,12 +194,12 @@ def background_staging(config: DataConfig, world: World) -> Iterator[BackgroundS
         for message in world.gather(problem):
             if message is not None:
                 raise UserError(message)
-        staging = BackgroundStaging(config, stager)
+        staging = BackgroundStaging(target, stager)
         stack.callback(staging.stop)
         yield staging
 
 
-def _stager_of_node(config: DataConfig, world: World) -> Stager | None:
+def _stager_of_node(source: str, target: str, world: World) -> Stager | None:
     """The stager of this node on its first rank; None on the others."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_ranks = world.gather(local_rank)
@@ -211,7 +212,6 @@ def _stager_of_node(config: DataConfig, world: World) -> Stager | None:
             exchange = Exchange(Ranks(group, f"node {node} of {len(first_ranks)}"))
     if local_rank > 0:
         return None
-    source, target = os.path.expanduser(config.path), os.path.expanduser(config.stage)
     return Stager(source, target, trust=True, exchange=exchange)
 
 

@@ -20,9 +20,7 @@ from torch import Tensor
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
-    AllSections,
     ModelConfig,
-    TrainConfig,
     config_from_text,
     flatten,
     given_keys,
@@ -32,7 +30,7 @@ from swinv2_moe.config.checks import check_config
 from swinv2_moe.data.classes import match_classes
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.model_types import model_section, model_type
-from swinv2_moe.models import MoEModel, build_model, load_dense
+from swinv2_moe.models import MoEModel, configured_windows, load_dense
 from swinv2_moe.models.hub import (
     description,
     fetch_weights,
@@ -60,7 +58,7 @@ _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
 
 def starting_point(
-    root: Path, resume: str | None, sections: AllSections, world: World
+    root: Path, resume: str | None, config: CfgNode, world: World
 ) -> Checkpoint | None:
     """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE run, of a dense one.
 
@@ -74,8 +72,9 @@ def starting_point(
             f"--output {root}: already holds a run; --resume auto continues it, another directory"
             " starts anew"
         )
-    if source is None and sections.model.upcycle == "run":
-        source = find_dense(sections.model.pretrained, sections.train, world)
+    model, train = config.MODEL, config.TRAIN
+    if source is None and model.UPCYCLE == "run":
+        source = find_dense(model.PRETRAINED, train.EPOCHS, train.MAX_STEPS, world)
     return source
 
 
@@ -159,7 +158,7 @@ def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
     config = config_from_text(text, name)
     values = flatten(config)
     if windows is None:
-        windows = _windows_of(config)
+        windows = configured_windows(model_config(config))
     return TrainedWith({key: values[key] for key in _KEYS}, windows)
 
 
@@ -202,10 +201,14 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
         group, _, last = key.rpartition(".")
         config[group][last] = value
         taken.append(f"{key} {value}")
-    if _needs_windows(config, trained.windows):
-        section = model_type(config).section.name
-        config.MODEL[section].PRETRAINED_WINDOW_SIZES = list(trained.windows)
-        taken.append(f"MODEL.{section}.PRETRAINED_WINDOW_SIZES {list(trained.windows)}")
+    trunk, windows = model_section(config), list(trained.windows)
+    configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
+    may_change = not any(configured) and len(configured) == len(windows)
+    # the weights' windows are not those that the model would use
+    if may_change and configured_windows(model_config(config)) not in ([], windows):
+        trunk.PRETRAINED_WINDOW_SIZES = windows
+        name_of_type = model_type(config).section.name
+        taken.append(f"MODEL.{name_of_type}.PRETRAINED_WINDOW_SIZES {windows}")
     try:
         check_config(config)
     except UserError as error:
@@ -216,20 +219,6 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     if taken:
         notes.append(f"taken over from {name}, whose weights were trained so: {', '.join(taken)}")
     return config, notes
-
-
-def _needs_windows(config: CfgNode, windows: list[int]) -> bool:
-    """Whether the weights' windows are not those that the model would use, and none are set."""
-    configured = model_section(config).get("PRETRAINED_WINDOW_SIZES", [1])
-    if any(configured) or len(configured) != len(windows):
-        return False
-    return _windows_of(config) not in ([], list(windows))
-
-
-def _windows_of(config: CfgNode) -> list[int]:
-    """The windows of the position biases of a configured model."""
-    with torch.device("meta"):
-        return build_model(model_config(config), num_classes=1).position_windows()
 
 
 def load_pretrained(
@@ -336,9 +325,9 @@ def _fetch_weights(name: str, world: World) -> Path:
     return world.everywhere(lambda: fetch_weights(name))
 
 
-def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint:
-    """The dense checkpoint in MODEL.PRETRAINED, from which the run continues. Every rank calls
-    this.
+def find_dense(pretrained: str, epochs: int, max_steps: int, world: World) -> Checkpoint:
+    """The dense checkpoint in MODEL.PRETRAINED, from which the run continues for `epochs` epochs
+    in all, and at most `max_steps` steps (0: any number). Every rank calls this.
 
     Raises:
         UserError: there is no checkpoint, it has experts, or no step is left.
@@ -350,15 +339,15 @@ def find_dense(pretrained: str, config: TrainConfig, world: World) -> Checkpoint
             f"checkpoint {source.directory} has experts, MODEL.UPCYCLE run needs a dense run"
         )
     training, step = source.meta["training"], source.meta["step"]
-    if training and training["epoch"] >= config.epochs:
+    if training and training["epoch"] >= epochs:
         raise UserError(
             f"checkpoint {source.directory} has done {training['epoch']} epochs,"
-            f" MODEL.UPCYCLE run needs TRAIN.EPOCHS ({config.epochs}) above that"
+            f" MODEL.UPCYCLE run needs TRAIN.EPOCHS ({epochs}) above that"
         )
-    if 0 < config.max_steps <= step:
+    if 0 < max_steps <= step:
         raise UserError(
             f"checkpoint {source.directory} has done {step} steps,"
-            f" MODEL.UPCYCLE run needs TRAIN.MAX_STEPS ({config.max_steps}) above that"
+            f" MODEL.UPCYCLE run needs TRAIN.MAX_STEPS ({max_steps}) above that"
         )
     return source
 

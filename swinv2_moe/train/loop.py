@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
-from swinv2_moe.config import AllSections, config_from_text, model_config
+from swinv2_moe.config import AllSections, config_from_text
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
 from swinv2_moe.data.datasets import UnreadableImages
@@ -161,8 +161,9 @@ class Trainer:
         train_loss = mean_over_ranks(self.world, progress.epoch_loss)
         if progress.epoch_losses:
             train_loss /= progress.epoch_losses
+        config, loader = self.config.data, self.data.val_loader
         pictures = recorder.routing(
-            self.step.deployed, self.data.val_loader, self.config.data, progress.step
+            self.step.deployed, loader, config.mean, config.std, progress.step
         )
         evaluating = recorder.interval("eval", epoch_num=epoch)
         with self.phases.phase("validation"), pictures, evaluating:
@@ -438,7 +439,7 @@ class Trainer:
     def _check_frozen(self, source: Checkpoint) -> None:
         where = f"checkpoint {source.directory}"
         saved = config_from_text(source.meta["config"], where)
-        was_frozen = model_config(saved).experts.freeze
+        was_frozen = saved.MODEL.MOE.FREEZE
         if was_frozen != self.config.model.experts.freeze:
             raise UserError(
                 f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which a run cannot"

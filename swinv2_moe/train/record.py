@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -224,7 +224,12 @@ class Recorder:
 
     @contextmanager
     def routing(
-        self, model: nn.Module, loader: Loader[ValSampler], data: DataConfig, step: int
+        self,
+        model: nn.Module,
+        loader: Loader[ValSampler],
+        mean: Sequence[float],
+        std: Sequence[float],
+        step: int,
     ) -> Iterator[None]:
         """Show the routing of four images in the trackers. Put a validation of `model` on `loader`
         in the block.
@@ -242,7 +247,7 @@ class Recorder:
         with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
             yield
         choices = {name: torch.stack(ids) for name, ids in sample.choices.items()}
-        pictures = columns(torch.stack(sample.images), choices, data.mean, data.std)
+        pictures = columns(torch.stack(sample.images), choices, mean, std)
         num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())
         figure = pictures_figure(pictures, [""] * len(sample.images), list(choices), num_experts)
         self._picture("routing", figure_pixels(figure), step)

@@ -9,18 +9,14 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
-    AllSections,
-    RunConfig,
     all_sections,
     flatten,
     resolve_batch_size,
     run_config,
 )
-from swinv2_moe.data.build import Data
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import build_model, measure_model
-from swinv2_moe.train import optim
 from swinv2_moe.train.agreement import check_same_start, differing_versions
 from swinv2_moe.train.arrival import load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -86,29 +82,31 @@ def train(
         placement = stack.enter_context(bound_to_node(bind, world.device))
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
-        placements = world.gather(placement)
-        world.everywhere(lambda: _check_packages(run, world))
+        world.everywhere(lambda: _check_packages(run.event_log, run.tracker, world))
         config = resolve_batch_size(config, world.size)
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
-        source = starting_point(root, resume, all_sections(config), world)
+        source = starting_point(root, resume, config, world)
         config, taken_over = as_trained(config, source, world)
         sections, amp_note = without_slow_amp(all_sections(config), world)
         data, staging = load_data(sections.data, world, source, stack, check_images)
-        trainer = _build_trainer(sections, world, data, source, phases)
+        group = expert_group(sections.model.experts, world)
+        size = measure_model(sections.model, data.num_classes)
+        seed_everything(run.seed)  # the same weights on any number of ranks
+        model = build_model(sections.model, data.num_classes, group)
+        if source is None:
+            notes = load_pretrained(sections.model, model, world, run.seed, data.class_names)
+            data = replace(data, notes=data.notes + notes)
+        trainer = Trainer(sections, world, data, model, phases)
+        if source is not None:
+            trainer.resume(source)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
-        size = measure_model(sections.model, data.num_classes)
-        first_lines = [*headline(trainer, size, source), *_notes(trainer, placements)]
-        first_lines += taken_over + amp_note
+        lines = [*headline(trainer, size, source), *_notes(trainer, placement), *taken_over]
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
-        recorder = _open_recorder(root, trainer, stack)
-        if not was_finished:  # a finished run keeps its configuration and its summary
-            recorder.config(sections.yaml)
-        recorder.say(*first_lines)
-        saver = _open_saver(root / "checkpoints", trainer, source, recorder)
-        stack.callback(saver.wait, _LAST_SAVE_SECONDS)
+        recorder = _open_recorder(root, trainer, lines + amp_note, stack)
+        saver = _open_saver(root / "checkpoints", trainer, source, recorder, stack)
         if not was_finished:
             progress = trainer.progress
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
@@ -119,9 +117,7 @@ def train(
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
-            if not was_finished:
-                recorder.summary(summary)
-            recorder.say(*closing_lines(trainer, summary, root))
+            _record_end(recorder, trainer, summary, root, was_finished)
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
     if trainer.stopped_by:
@@ -141,16 +137,25 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
         )
 
 
-def _open_recorder(root: Path, trainer: Trainer, stack: ExitStack) -> Recorder:
+def _open_recorder(
+    root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
+) -> Recorder:
     run, step = trainer.config.run, trainer.progress.step
     recorder = Recorder(root, trainer.world, step, run.event_log, run.tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
+    if not trainer.progress.finished:  # a finished run keeps its configuration and its summary
+        recorder.config(trainer.config.yaml)
+    recorder.say(*first_lines)
     return recorder
 
 
 def _open_saver(
-    root: Path, trainer: Trainer, source: Checkpoint | None, recorder: Recorder
+    root: Path,
+    trainer: Trainer,
+    source: Checkpoint | None,
+    recorder: Recorder,
+    stack: ExitStack,
 ) -> Saver:
     """A saver of the run. Without a checkpoint `best`, the next validation is the best one."""
     world, config = trainer.world, trainer.config.checkpoint
@@ -158,7 +163,16 @@ def _open_saver(
     has_best = world.agree(saver.has_best)
     if not has_best and not trainer.progress.finished:
         trainer.progress.best_top1 = -1.0
+    stack.callback(saver.wait, _LAST_SAVE_SECONDS)
     return saver
+
+
+def _record_end(
+    recorder: Recorder, trainer: Trainer, summary: dict, root: Path, was_finished: bool
+) -> None:
+    if not was_finished:
+        recorder.summary(summary)
+    recorder.say(*closing_lines(trainer, summary, root))
 
 
 def _stopped(trainer: Trainer, resume_command: str) -> str:
@@ -166,44 +180,28 @@ def _stopped(trainer: Trainer, resume_command: str) -> str:
     return f"{trainer.stopped_by}: stopped after step {step}; to go on: {resume_command}"
 
 
-def _check_packages(config: RunConfig, world: World) -> None:
-    """Raise UserError if an optional package that the configuration needs is missing."""
-    if config.event_log:
+def _check_packages(event_log: bool, tracker: str, world: World) -> None:
+    """Raise UserError if an optional package that these keys need is missing."""
+    if event_log:
         load_mllogger()
     if world.is_main:
-        check_tracker(config.tracker)
+        check_tracker(tracker)
 
 
-def _notes(trainer: Trainer, placements: list[str]) -> list[str]:
-    """Lines of the log after the headline. All ranks call this."""
+def _notes(trainer: Trainer, placement: str) -> list[str]:
+    """Lines of the log after the headline. All ranks call this.
+
+    Args:
+        placement: where this rank runs, as `bound_to_node` says.
+    """
     lines = []
+    placements = trainer.world.gather(placement)
     if any(placements):
         lines.append(placement_line(placements))
     lines += [f"imported {file}" for file in imported_files()]
     lines += trainer.data.notes
-    config, world = trainer.config.train, trainer.world
-    rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
-    warnings = start_warnings(config, trainer.config.data, trainer.data, rate)
-    warnings += differing_versions(world)
+    config, rate = trainer.config, trainer.step.learning_rate
+    warnings = start_warnings(config.train, config.data, trainer.data, rate)
+    warnings += differing_versions(trainer.world)
     lines += [f"warning: {warning}" for warning in warnings]
     return lines
-
-
-def _build_trainer(
-    sections: AllSections,
-    world: World,
-    data: Data,
-    source: Checkpoint | None,
-    phases: PhaseTimes,
-) -> Trainer:
-    """A trainer with the state of `source`, or with the initial weights of a new run."""
-    config, seed = sections.model, sections.run.seed
-    seed_everything(seed)  # the same weights on any number of ranks
-    model = build_model(config, data.num_classes, expert_group(config.experts, world))
-    if source is None:
-        notes = load_pretrained(config, model, world, seed, data.class_names)
-        data = replace(data, notes=data.notes + notes)
-    trainer = Trainer(sections, world, data, model, phases)
-    if source is not None:
-        trainer.resume(source)
-    return trainer

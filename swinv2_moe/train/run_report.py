@@ -12,7 +12,6 @@ from swinv2_moe.config import TrainConfig
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.models import Complexity
-from swinv2_moe.train import optim
 from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
@@ -220,17 +219,15 @@ def run_events(
     if trainer.progress.finished:  # finished before this part
         yield
         return
-    config = trainer.config.train
     if staging is not None:
         _staging_events(recorder, staging)
     recorder.event("cache_clear", False, at=began)  # no command here empties the system's caches
     recorder.event("init_start", at=began)
-    recorder.event("seed", config.seed)
+    recorder.event("seed", trainer.config.run.seed)
     recorder.event("global_batch_size", trainer.progress.global_batch)
     recorder.event("train_samples", trainer.data.train_size)
     recorder.event("eval_samples", trainer.data.val_size)
-    rate = optim.scaled_learning_rate(config, config.base_lr, trainer.world.size)
-    recorder.event("opt_base_learning_rate", rate)
+    recorder.event("opt_base_learning_rate", trainer.step.learning_rate)
     recorder.event("init_stop")
     recorder.event("run_start")
     try:

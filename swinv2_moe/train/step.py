@@ -20,13 +20,11 @@ from moe_core import (
 )
 from swinv2_moe.config import TrainConfig
 from swinv2_moe.data.datasets import Batch
-from swinv2_moe.data.section import AugmentConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
-from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
@@ -73,11 +71,13 @@ class TrainingStep:
         self.model = model.to(world.device)
         self.ema = averaged_copy(self.model, world, config.ema_decay, config.shard_trunk)
         self.wrapped = parallelize(self.model, world, config.compile, config.shard_trunk)
-        rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
-        self.optimizer = optim.build_optimizer(config, self.model, rate)
+        # the highest rate of the schedule, scaled to the global batch
+        self.learning_rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+        self.optimizer = optim.build_optimizer(config, self.model, self.learning_rate)
         self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
-        self.mixup = build_mixup(config.augment, config.label_smoothing, num_classes)
-        self.autocast = build_autocast(config, world)
+        self.autocast = optim.build_autocast(config, world)
+        alphas = (config.augment.mixup, config.augment.cutmix)
+        self.mixup = build_mixup(*alphas, config.label_smoothing, num_classes)
         self.compute_dtype = torch.float32
         if config.amp_enable:
             self.compute_dtype = getattr(torch, config.amp_dtype)
@@ -219,13 +219,15 @@ class TrainingStep:
         return was_skipped
 
 
-def build_mixup(config: AugmentConfig, label_smoothing: float, num_classes: int) -> Mixup | None:
-    """timm's mixup and cutmix, or None if both are off."""
-    if config.mixup == 0 and config.cutmix == 0:
+def build_mixup(
+    mixup: float, cutmix: float, label_smoothing: float, num_classes: int
+) -> Mixup | None:
+    """timm's mixup and cutmix with these alphas, or None if both are 0."""
+    if mixup == 0 and cutmix == 0:
         return None
     return Mixup(
-        mixup_alpha=config.mixup,
-        cutmix_alpha=config.cutmix,
+        mixup_alpha=mixup,
+        cutmix_alpha=cutmix,
         label_smoothing=label_smoothing,
         num_classes=num_classes,
     )
