@@ -24,7 +24,7 @@ from timing import CALLS_NOTE, timed
 from timm.models.swin_transformer_v2 import WindowAttention
 from yacs.config import CfgNode
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.configurations import Combination, Options, Plan, combinations
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios

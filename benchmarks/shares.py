@@ -19,7 +19,7 @@ from model import make_parser, plans
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.phases import operators
 from swinv2_moe.measure.throughput import Subject, headline, prepare, prepared_for_inference

@@ -15,9 +15,9 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from swinv2_moe.models import block_place
 from swinv2_moe.output import printable
 from swinv2_moe.plots import disable_formulas, new_figure
+from swinv2_moe.tables import block_place
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure

@@ -112,6 +112,47 @@ class Bar:
         self._progress.update(self._task, advance=1, text=text, left=left)
 
 
+class TransferBar(Progress):
+    """A context with a line in the terminal: images, images/s, MB, MB/s and the time left.
+
+    Args:
+        total: the amount of work, in units of `unit`.
+        unit: "images" or "bytes".
+    """
+
+    def __init__(self, title: str, total: int, unit: str):
+        super().__init__(
+            TextColumn(title),
+            BarColumn(),
+            TextColumn("{task.fields[done]}"),
+            TimeRemainingColumn(),
+            console=Console(),
+        )
+        self.unit = unit
+        self.total = total
+        self.task = self.add_task("", total=total, done="")
+
+    def skip(self, images: int, bytes: int) -> None:
+        """Exclude the work of an earlier call from the total."""
+        self.total -= self._count(images, bytes)
+        self.update(self.task, total=self.total)
+
+    def show(self, images: int, bytes: int) -> None:
+        """Show the work done so far."""
+        seconds = self.tasks[0].elapsed or 1.0
+        done = ""
+        if images:
+            done = f"{images:,} images, {images / seconds:,.0f}/s, "
+        done += f"{bytes / 1e6:,.0f} MB, {bytes / 1e6 / seconds:,.0f} MB/s"
+        self.update(self.task, completed=self._count(images, bytes), done=done)
+
+    def _count(self, images: int, bytes: int) -> int:
+        """`images` or `bytes`, depending on the unit of the bar."""
+        if self.unit == "images":
+            return images
+        return bytes
+
+
 class Position(Protocol):
     """The position in a run. `swinv2_moe.train.progress.Progress` implements this protocol."""
 
@@ -174,3 +215,17 @@ def in_words(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min"
+
+
+def block_place(layer: str) -> str:
+    """The stage and block of an MoE layer, counted from 1 as in papers.
+
+    "layers.2.blocks.1.mlp.moe" -> "stage 3, block 2"; "blocks.1.mlp.moe" -> "block 2".
+    """
+    numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
+    if len(numbers) == 2:
+        stage, block = numbers
+        return f"stage {stage}, block {block}"
+    if len(numbers) == 1:
+        return f"block {numbers[0]}"
+    return layer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ configuration, so that --help, wrong arguments and wrong configurations answer a
 """
 
 # Imported first, so that Ctrl-C during slow imports ends with one line.
-from swinv2_moe import interrupt  # noqa: F401
+from swinv2_moe.commands import interrupt  # noqa: F401
 
 # isort: split
 
@@ -77,7 +77,7 @@ def run(name: str) -> None:
     for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    from swinv2_moe.command import run_command  # here, since --version does not need it
+    from swinv2_moe.commands.call import run_command  # here, since --version does not need it
 
     if name != old_name and "_ARGCOMPLETE" not in os.environ:
         say(f"`{old_name}` is now `{name}`", file=sys.stderr)

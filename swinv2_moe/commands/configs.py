@@ -9,7 +9,8 @@ Every name can be given to --cfg, and to `swinv2-moe detect` those below detecti
 import re
 from pathlib import Path
 
-from swinv2_moe.command import CommandParser, as_started
+from swinv2_moe.commands.call import as_started
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.config_files import comment, config_names, find_config
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console

@@ -18,12 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import (
-    CommandParser,
-    add_checkpoint_argument,
-    add_opts_argument,
-    next_line,
-)
+from swinv2_moe.commands.call import next_line
+from swinv2_moe.commands.options import CommandParser, add_checkpoint_argument, add_opts_argument
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import say

@@ -16,7 +16,7 @@ first (data/README.md).
 import argparse
 import os
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_argument,
     add_opts_argument,

@@ -12,7 +12,7 @@ The model is not compiled; COMPILE is ignored.
 import argparse
 from pathlib import Path
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
     check_opts,

@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
     check_opts,

@@ -9,7 +9,7 @@ The images are those of the training, or DIR with train/ and val/, with any clas
 
 import argparse
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
     check_opts,

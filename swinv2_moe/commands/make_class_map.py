@@ -10,7 +10,7 @@ class, whose row of the classifier then starts anew.
 
 from pathlib import Path
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 

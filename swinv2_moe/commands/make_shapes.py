@@ -6,9 +6,9 @@ python tools/detect.py train configs/detection/shapes/mask_rcnn.py
 
 from pathlib import Path
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
+from swinv2_moe.data.prepare.shapes import Options, make_shapes
 from swinv2_moe.output import say
-from swinv2_moe.shapes_options import Options
 
 
 def main() -> None:
@@ -44,7 +44,5 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=default.seed, help="(default: %(default)s)")
     args = vars(parser.parse_args())
     directory = args.pop("directory")
-    from swinv2_moe.detection.shapes import make_shapes
-
     for split, objects in make_shapes(directory, Options(**args)).items():
         say(f"{directory / split}: {args[split]:,} images, {objects:,} objects")

@@ -13,7 +13,7 @@ import math
 import os
 import time
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.output import say
 
 

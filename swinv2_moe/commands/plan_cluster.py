@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from swinv2_moe.command import CommandParser, add_opts_argument, add_run_argument, check_output_file
+from swinv2_moe.commands.options import (
+    CommandParser,
+    add_opts_argument,
+    add_run_argument,
+    check_output_file,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import Console, number_table
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_argument,
     add_opts_argument,

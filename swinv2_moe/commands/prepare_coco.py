@@ -10,7 +10,7 @@ Nothing is moved or removed. After an interruption run the same command again.
 import argparse
 from pathlib import Path
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 

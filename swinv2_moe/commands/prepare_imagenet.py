@@ -7,7 +7,7 @@ torchvision checks the archives' MD5 sums and skips a split whose folder exists.
 
 import pickle
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 

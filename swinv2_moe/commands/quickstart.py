@@ -4,14 +4,8 @@ import itertools
 import shlex
 from pathlib import Path
 
-from swinv2_moe.command import (
-    CommandParser,
-    add_opts_argument,
-    command_line,
-    next_line,
-    program,
-    resume_command,
-)
+from swinv2_moe.commands.call import command_line, next_line, program, resume_command
+from swinv2_moe.commands.options import CommandParser, add_opts_argument
 from swinv2_moe.tables import Console, number_table
 
 CONFIG = "configs/quickstart_digits.yaml"

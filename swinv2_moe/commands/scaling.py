@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import (
+from swinv2_moe.commands.options import (
     CommandParser,
     add_config_argument,
     add_opts_argument,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 

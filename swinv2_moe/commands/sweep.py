@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import CommandParser, output_directory
+from swinv2_moe.commands.options import CommandParser, output_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_arguments
 from swinv2_moe.output import say

@@ -11,13 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from swinv2_moe.command import (
-    CommandParser,
-    add_training_arguments,
-    config_from,
-    next_line,
-    resume_command,
-)
+from swinv2_moe.commands.call import next_line, resume_command
+from swinv2_moe.commands.options import CommandParser, add_training_arguments, config_from
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import say

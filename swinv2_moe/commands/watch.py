@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 

@@ -12,14 +12,8 @@ import shlex
 import time
 from pathlib import Path
 
-from swinv2_moe.command import (
-    CommandParser,
-    add_opts_argument,
-    check_opts,
-    program,
-    run_tool,
-    run_training,
-)
+from swinv2_moe.commands.call import program, run_tool, run_training
+from swinv2_moe.commands.options import CommandParser, add_opts_argument, check_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console, number_table

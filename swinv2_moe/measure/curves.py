@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.models import block_place
 from swinv2_moe.plots import (
     COLOURS,
     Reading,
@@ -16,6 +15,7 @@ from swinv2_moe.plots import (
     tidy,
     to_svg,
 )
+from swinv2_moe.tables import block_place
 
 _WIDTH, _HEIGHT = 4.6, 2.7  # inches
 _READINGS = 100  # number of steps of a panel at which it shows values

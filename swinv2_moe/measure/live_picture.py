@@ -10,9 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from swinv2_moe.layer_names import block_place
 from swinv2_moe.measure.live_run import LiveRun
-from swinv2_moe.tables import in_words, steps_left
+from swinv2_moe.tables import block_place, in_words, steps_left
 
 _HEAD = 5  # lines
 _FRAME = 4  # columns of a panel's frame

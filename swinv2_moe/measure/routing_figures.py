@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.models import block_place
 from swinv2_moe.plots import new_figure, thin, tidy
 from swinv2_moe.routing_pictures import (
     expert_colours,
@@ -18,6 +17,7 @@ from swinv2_moe.routing_pictures import (
     legend_height,
     shorten,
 )
+from swinv2_moe.tables import block_place
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure

@@ -7,7 +7,6 @@ timm.
 import importlib
 import pkgutil
 
-from swinv2_moe.layer_names import block_place
 from swinv2_moe.models import registry  # noqa: F401
 from swinv2_moe.models.build import (
     Complexity,
@@ -40,7 +39,6 @@ __all__ = [
     "SwinTransformerV2MoE",
     "WithAuxLoss",
     "block_name",
-    "block_place",
     "build_model",
     "configured_windows",
     "frozen_moe",

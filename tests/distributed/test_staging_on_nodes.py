@@ -14,8 +14,9 @@ import torch.distributed as dist
 from gloo_processes import Processes, patches
 
 from moe_core.parallel import Ranks
+from swinv2_moe import tables
 from swinv2_moe.commands import run
-from swinv2_moe.data.prepare import shard_exchange, transfer_bar
+from swinv2_moe.data.prepare import shard_exchange
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped, stage
@@ -28,7 +29,7 @@ CHUNK = 7001  # bytes: shards take several steps, and the last one of each is a 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+    monkeypatch.setattr(tables.TransferBar, "start", lambda self: None)
     pixels = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(60) % 4)
     sources = Sources(source, source, list("abcd"))
@@ -38,7 +39,7 @@ def made(tmp_path, monkeypatch) -> Path:
 
 def exchange_of(rank: int) -> Exchange:
     shard_exchange._CHUNK = CHUNK
-    transfer_bar.TransferBar.start = lambda self: None
+    tables.TransferBar.start = lambda self: None
     return Exchange(Ranks(dist.group.WORLD, f"node {rank} of {dist.get_world_size()}"))
 
 

@@ -31,7 +31,7 @@ from hostile_files import Change
 from isolated import Outcome, digest, isolated
 from trainer_cases import QUICKSTART, SMALL, make_trainer
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert.convert import export_weights, import_weights
 from swinv2_moe.data.prepare.make_shards import Options, make_shards

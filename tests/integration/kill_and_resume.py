@@ -35,7 +35,7 @@ import trainer_cases
 from gloo_processes import Outcome, Processes
 
 from moe_core.checkpoint import expert_file
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import saver, train

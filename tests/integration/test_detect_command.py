@@ -17,7 +17,7 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import ROOT
 
-from swinv2_moe.detection.shapes import Options, make_shapes
+from swinv2_moe.data.prepare.shapes import Options, make_shapes
 
 CONFIGS = ROOT / "configs/detection/shapes"
 SMALL = ["train_dataloader.dataset.times=1", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]

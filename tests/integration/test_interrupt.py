@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from gloo_processes import DEADLINE, ROOT
 
-from swinv2_moe import command as command_module
 from swinv2_moe import train as train_package
-from swinv2_moe.commands import quickstart
+from swinv2_moe.commands import call, quickstart
 
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
@@ -94,7 +93,7 @@ def press_ctrl_c(process: subprocess.Popen, reached: Path) -> tuple[int, str, st
 
 
 def test_while_a_command_is_imported(in_foreground):
-    cases = [("swinv2_moe.command", [script]) for script in COMMANDS]
+    cases = [("swinv2_moe.commands.call", [script]) for script in COMMANDS]
     cases += [
         ("torch", ["tools/throughput.py", "--cfg", "quickstart_digits", "--output", "x"]),
         ("numpy", ["data/stage.py", "x", "y"]),
@@ -132,7 +131,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_in_a_destructor_where_python_ignores_it(in_foreground):
     code = """
 import signal, time
-import swinv2_moe.interrupt
+import swinv2_moe.commands.interrupt
 
 class Interrupted:
     def __del__(self):
@@ -161,7 +160,7 @@ def test_the_main_rank_says_it(rank, line, sigint, monkeypatch, capsys):
 
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
-        command_module.run_command(main)
+        call.run_command(main)
     assert ended.value.code == 130
     assert capsys.readouterr() == ("", line)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process
@@ -182,7 +181,7 @@ time.sleep(600)
 """
     (tmp_path / "other.py").write_text(other)
     code = (
-        "import sys; from swinv2_moe.command import *\n"
+        "import sys; from swinv2_moe.commands.call import *\n"
         "run_command(lambda: run_process([sys.executable, sys.argv[1]]))"
     )
     status, _, err = press_ctrl_c(
@@ -194,13 +193,13 @@ time.sleep(600)
 
 def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
     ran, run = [], tmp_path / "run"
-    monkeypatch.setattr(command_module, "run_tool", lambda *words: ran.append(words))
+    monkeypatch.setattr(call, "run_tool", lambda *words: ran.append(words))
     with pytest.raises(SystemExit) as ended:
-        command_module.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+        call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert not ended.value.code
     run.mkdir()
     (run / "summary.json").touch()
-    command_module.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+    call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert len(ran) == 2
 
 

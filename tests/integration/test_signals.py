@@ -25,7 +25,7 @@ from kill_and_resume import (
     write_digits,
 )
 
-from swinv2_moe.command import resume_command
+from swinv2_moe.commands.call import resume_command
 from swinv2_moe.train import arrival, evaluation, saver
 from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.command import next_line, program
+from swinv2_moe.commands.call import next_line, program
 from swinv2_moe.commands.configs import top_1
 from swinv2_moe.commands.convert_checkpoint import written
 from swinv2_moe.config import load_config

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.errors import UserError, one_line, short
 
 
@@ -192,7 +192,7 @@ def test_an_error_of_the_program_keeps_its_traceback():
 
 RANK_1_FIRST = """
 import os, pathlib, sys, time
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.errors import UserError
 
 rank_1_fails = pathlib.Path(sys.argv[2])

@@ -7,7 +7,8 @@ import pytest
 
 from moe_core import ACTIVATIONS, LOSSES, ROUTERS
 from swinv2_moe import imports
-from swinv2_moe.command import CommandParser, resume_command
+from swinv2_moe.commands.call import resume_command
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.config import config_from_text, load_config, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_file, imported_files

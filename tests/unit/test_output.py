@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
 
-from swinv2_moe import interrupt
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands import interrupt
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.measure.report import _shown
 from swinv2_moe.output import csv_cell, csv_text, printable, say, without_credentials
 from swinv2_moe.plots import to_svg

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, SUFFIXES, decode, is_skipped
 from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
-from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import HashedFile, only_process, parse_json
+from swinv2_moe.tables import TransferBar
 
 _IMAGES = {ending.removeprefix(".") for ending in SUFFIXES} | {"avif", "heic", "heif"}
 _MAX_LABEL = 2**31 - 1

@@ -16,11 +16,11 @@ from PIL import Image
 from moe_core.files import sha256
 from swinv2_moe.data.images import MAX_PIXELS, decode, to_mode
 from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
-from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import make_directory, new_file, only_process
+from swinv2_moe.tables import TransferBar
 
 _QUALITY = 90  # quality of images that are stored smaller
 _BLOCK = 512  # bytes of a block of a tar

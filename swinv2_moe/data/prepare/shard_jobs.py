@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swinv2_moe.data.images import MAX_PIXELS
-from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import (
     FORMAT_VERSION,
     MEMBER,
@@ -26,6 +25,7 @@ from swinv2_moe.data.shards import (
 )
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import new_file, read_json, write_json
+from swinv2_moe.tables import TransferBar
 
 MAX_LEFT_OUT = 0.01  # maximum share of omitted images
 _MAX_NUMBER = 2**31 - 1  # maximum size and label of an image

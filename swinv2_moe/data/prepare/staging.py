@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_core.files import open_regular, read_chunks, sha256
-from swinv2_moe.data.prepare.transfer_bar import TransferBar
 from swinv2_moe.data.shards import (
     ARRIVING_INDEX,
     INDEX,
@@ -28,6 +27,7 @@ from swinv2_moe.data.shards import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file, only_process, read_bounded, write_json
+from swinv2_moe.tables import TransferBar
 
 if TYPE_CHECKING:  # it imports torch
     from swinv2_moe.data.prepare.shard_exchange import Exchange

@@ -10,8 +10,8 @@ from PIL import Image
 from shard_cases import OPTIONS, SOURCES
 from yacs.config import CfgNode
 
+from swinv2_moe import tables
 from swinv2_moe.config import data_config, default_config
-from swinv2_moe.data.prepare import transfer_bar
 from swinv2_moe.data.prepare.make_shards import make_shards
 from swinv2_moe.data.section import DataConfig
 
@@ -23,8 +23,8 @@ SMALL = {"DATA.IMG_SIZE": 16, "DATA.BATCH_SIZE": 4, "DATA.NUM_WORKERS": 0}
 
 
 @pytest.fixture(autouse=True)
-def no_transfer_bar(monkeypatch) -> None:
-    monkeypatch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+def no_bar_of_transfers(monkeypatch) -> None:
+    monkeypatch.setattr(tables.TransferBar, "start", lambda self: None)
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,7 @@ def noise_shards(tmp_path_factory) -> Path:
     """Finished shards of `shard_cases.SOURCES`, not to be changed."""
     directory = tmp_path_factory.mktemp("noise") / "shards"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+        patch.setattr(tables.TransferBar, "start", lambda self: None)
         make_shards(SOURCES, str(directory), OPTIONS, 1)
     return directory
 

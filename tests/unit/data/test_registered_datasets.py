@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swinv2_moe import imports
-from swinv2_moe.command import CommandParser
+from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.config import config_from_text, data_config, load_config
 from swinv2_moe.data import ImageArrays, Sources
 from swinv2_moe.data.build import build_data

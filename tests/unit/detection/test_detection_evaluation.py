@@ -24,6 +24,7 @@ from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.detection.datasets import (
     check_datasets,
     table_of,
@@ -31,7 +32,6 @@ from swinv2_moe.detection.datasets import (
     use_ground_truth,
 )
 from swinv2_moe.detection.runner import MoERunner
-from swinv2_moe.detection.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.errors import UserError
 
 test_on_train_images.__test__ = False  # a function that pytest would collect by its name

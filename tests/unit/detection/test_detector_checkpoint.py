@@ -16,8 +16,8 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import make_data, tiny_config
 
+from swinv2_moe.data.prepare.shapes import CLASSES
 from swinv2_moe.detection import run
-from swinv2_moe.detection.shapes import CLASSES
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.checkpoint import open_checkpoint, read_weights_of
 

@@ -18,7 +18,7 @@ import torch
 from detection_cases import make_data, tiny_config
 from torch.utils.data import TensorDataset
 
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection import run
 from swinv2_moe.detection.hooks import TuningHook

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from swinv2_moe.config import default_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.run_record import read_run, read_runs
-from swinv2_moe.models import block_place
 from swinv2_moe.plots import thin
+from swinv2_moe.tables import block_place
 
 STEP = {"step": 10, "epoch": 1, "loss": 2.0, "images_per_second": 9.0}
 STEP |= {"moe/dropped_share": 0.0, "moe/load_max": 1.0}

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swinv2_moe import tables
 from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data import ImageArrays, Sources, load_sources
-from swinv2_moe.data.prepare import staging, transfer_bar
+from swinv2_moe.data.prepare import staging
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
@@ -33,7 +34,7 @@ def made(tmp_path_factory) -> Path:
     for source in (digits.train, digits.val):
         parts.append(ImageArrays("digits", source.images, source.targets))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer_bar.TransferBar, "start", lambda self: None)
+        patch.setattr(tables.TransferBar, "start", lambda self: None)
         sources = Sources(parts[0], parts[1], digits.class_names)
         make_shards(sources, str(root), Options(shard_mb=0.03), 1)
     assert len(list(root.rglob("train/*.tar"))) > 5

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import HashStore
 
 from moe_core.parallel import CollectiveError
-from swinv2_moe.command import run_command
+from swinv2_moe.commands.call import run_command
+from swinv2_moe.commands.faults import explain_fault
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.faults import explain_fault
 from swinv2_moe.train.arrival import load_data
 from swinv2_moe.train.distributed import World, _compare_sizes
 

@@ -1,5 +1,5 @@
-"""swinv2_moe.detection.shapes and data/make_shapes.py: the same bytes again, and annotations that
-fit the pixels."""
+"""swinv2_moe.data.prepare.shapes and data/make_shapes.py: the same bytes again, and annotations
+that fit the pixels."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,8 @@ import pytest
 from PIL import Image, ImageDraw
 from tool_cases import command, snapshot
 
+from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.detection.annotations import check_annotations
-from swinv2_moe.detection.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.errors import UserError
 
 FEW = Options(train=4, val=2, min_size=64, max_size=96, seed=3)

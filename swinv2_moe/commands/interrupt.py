@@ -1,6 +1,6 @@
 """Ctrl-C ends a command with one line and exit status 130, also during the command's imports.
 
-swinv2_moe.command imports this module before modules that take seconds to import. Therefore this
+swinv2_moe.commands imports this module before modules that take seconds to import. Therefore this
 module imports almost nothing.
 """
 

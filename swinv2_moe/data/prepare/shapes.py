@@ -7,6 +7,7 @@ background is nearly grey.
 import colorsys
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,38 @@ from PIL import Image, ImageDraw
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
-from swinv2_moe.shapes_options import Options
 
 CLASSES = ("circle", "square", "triangle")
 _CORNERS = (48, 4, 3)  # of each class's polygon
 _HUES = (0.02, 0.35, 0.62)  # of each class, from 0 to 1: red, green, blue
 _EDGE = 4  # oversampling of masks, for smooth edges
 _SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a generated data set.
+
+    Raises:
+        UserError: values out of range.
+    """
+
+    train: int = 40
+    val: int = 10
+    min_size: int = 160  # pixels; height and width are drawn independently
+    max_size: int = 256
+    max_objects: int = 6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        minimum = {"train": 1, "val": 1, "min_size": 64, "max_objects": 1, "seed": 0}
+        for name, least in minimum.items():
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if self.max_size < self.min_size:
+            raise UserError(
+                f"max_size ({self.max_size}) must be at least min_size ({self.min_size})"
+            )
 
 
 def make_shapes(directory: Path, options: Options) -> dict[str, int]:

@@ -1,32 +1,20 @@
-"""Functions that the commands share: arguments, files of results, calls of other commands, and exit
-status and messages of errors."""
+"""The arguments that commands share, and the files and folders that they name."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import multiprocessing
 import os
-import re
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import argcomplete
 
-from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
-from swinv2_moe.faults import explain_fault, own_message
-from swinv2_moe.imports import add_import_argument, import_arguments, imported_files
-from swinv2_moe.interrupt import INTERRUPTED, end_interrupted
-from swinv2_moe.output import printable, say
+from swinv2_moe.commands.call import as_started
+from swinv2_moe.errors import UserError
+from swinv2_moe.imports import add_import_argument, imported_files
+from swinv2_moe.output import printable
 
 if TYPE_CHECKING:
     from yacs.config import CfgNode
@@ -39,8 +27,6 @@ _REGISTERED = (  # keys whose allowed values --import can extend
     "MODEL.MOE.AUX_LOSS",
     "MODEL.MOE.ACTIVATION",
 )
-_FOLDERS = ("tools", "data")  # of the commands' scripts
-_SCRIPT = re.compile(r"(?:tools|data)/(\w+)\.py")
 _CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"
 
 
@@ -79,33 +65,6 @@ class CommandParser(argparse.ArgumentParser):
             lines = [f"{key}: {', '.join(allowed[key])}" for key in _REGISTERED]
             self.epilog = "\n".join(lines)
         return super().format_help()
-
-
-def started_by_script() -> bool:
-    """True for `python tools/NAME.py`, False for `swinv2-moe NAME` and `python -m swinv2_moe`."""
-    script = Path(sys.argv[0])
-    return script.suffix == ".py" and script.parent.name in _FOLDERS
-
-
-def as_started(text: str) -> str:
-    """Convert the command lines in a text to the way in which this process was started.
-
-    `python tools/NAME.py` becomes `swinv2-moe NAME`, and `torchrun ... tools/NAME.py` becomes
-    `torchrun ... -m swinv2_moe NAME`, unless this process runs a script.
-    """
-    if started_by_script():
-        return text
-
-    def installed(match: re.Match) -> str:
-        return match[1].replace("_", "-")
-
-    lines = []
-    for line in text.splitlines(keepends=True):
-        if "torchrun" in line:
-            line = _SCRIPT.sub(lambda match: f"-m swinv2_moe {installed(match)}", line)
-        line = re.sub(rf"\S*python {_SCRIPT.pattern}", lambda m: f"swinv2-moe {installed(m)}", line)
-        lines.append(_SCRIPT.sub(lambda match: f"swinv2-moe {installed(match)}", line))
-    return "".join(lines)
 
 
 def add_config_argument(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -312,195 +271,3 @@ def config_from(args: argparse.Namespace) -> CfgNode:
     if args.output == "":
         raise UserError("--output is empty, it must be a directory")
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
-
-
-def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The words that start a command in the way this process was started, without the command's
-    arguments.
-
-    Args:
-        name: name of the command, such as "few-shot".
-        launcher: torchrun and its options; empty for one process.
-    """
-    if started_by_script():
-        repository = Path(sys.argv[0]).parent.parent
-        file = f"{name.replace('-', '_')}.py"
-        scripts = [repository / folder / file for folder in _FOLDERS]
-        script = next((script for script in scripts if script.exists()), scripts[0])
-        # The Python interpreter as the user typed it
-        return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
-    if launcher:
-        return list(launcher) + ["-m", "swinv2_moe", name]
-    if sys.orig_argv[1:3] == ["-m", "swinv2_moe"]:
-        return sys.orig_argv[:3] + [name]
-    return [program("swinv2-moe"), name]
-
-
-def program(name: str) -> str:
-    """How to start a program of this Python environment: its name if the shell finds it, otherwise
-    its path."""
-    file = Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    if not file.exists() or (found and os.path.samefile(found, file)):
-        return name
-    if file.is_relative_to(Path.cwd()):
-        return str(file.relative_to(Path.cwd()))
-    return str(file)
-
-
-def next_line(name: str, *words: object) -> str:
-    """A command line for the terminal that this process was started in."""
-    return shlex.join(command_line(name) + [str(word) for word in words])
-
-
-def resume_command(
-    cfg: str,
-    data: str | None = None,
-    output: str | None = None,
-    opts: Sequence[str] = (),
-    bind: str = "auto",
-) -> str:
-    """The command line that continues a training, with this process's launcher and --import files.
-
-    Args:
-        cfg, data, output, opts: arguments of the training, as in `add_training_arguments`.
-        bind: value of --bind.
-    """
-    words = command_line("train", _launcher()) + import_arguments() + ["--cfg", cfg]
-    if data:
-        words += ["--data", data]
-    if output:
-        words += ["--output", output]
-    words += ["--resume", "auto"]
-    if bind != "auto":
-        words += ["--bind", bind]
-    if opts:
-        words += ["--opts"] + list(opts)
-    return shlex.join(words)
-
-
-def _launcher() -> list[str]:
-    """torchrun and its options for the current number of processes; empty for one process.
-
-    With several nodes, "..." stands for their options, which are not known here.
-    """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size == "1":
-        return []
-    if size == os.environ.get("LOCAL_WORLD_SIZE"):
-        return ["torchrun", "--nproc_per_node", size]
-    return ["torchrun", "..."]
-
-
-def run_command(main: Callable[[], None]) -> None:
-    """Run a command and map its errors to exit status and one line on stderr.
-
-    UserError: 2, printed by the main rank, or by the only rank that raised it. CollectiveError and
-    faults of a machine (`explain_fault`): 1, printed by every rank. Ctrl-C: 130.
-    """
-    threading.excepthook = _report_thread
-    try:
-        main()
-    except UserError as error:
-        _print_once(one_line(own_message(error)))
-        sys.exit(2)
-    except StoppedElsewhere:
-        sys.exit(os.EX_TEMPFAIL)
-    except KeyboardInterrupt:
-        end_interrupted()
-    except Exception as error:
-        _end_workers()
-        message = _fault_of_machine(error)
-        if message is None:
-            raise
-        # Every rank prints, because each knows a different part of the failure.
-        say(f"error: {message}", file=sys.stderr, flush=True)
-        # What threads, destructors and exit functions print from now on is a consequence.
-        sys.stderr = io.StringIO()
-        sys.exit(1)
-
-
-def _end_workers() -> None:
-    """Kill the data workers, which ignore SIGTERM: at exit Python would wait for them without end.
-
-    A loader ends its own workers, unless it has failed while it was starting them.
-    """
-    for worker in multiprocessing.active_children():
-        worker.kill()
-
-
-def _report_thread(report: threading.ExceptHookArgs) -> None:
-    """Print one line for a thread that a fault of the machine has ended, such as TensorBoard's."""
-    line = None
-    if report.exc_value is not None:
-        line = explain_fault(report.exc_value)
-    if line is None:
-        threading.__excepthook__(report)
-    else:
-        say(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def _fault_of_machine(error: Exception) -> str | None:
-    """The line for a fault of a machine or of another rank; None for any other error."""
-    message = explain_fault(error)
-    if message is None and isinstance(error, RuntimeError):
-        # Not imported at the top, because it imports torch.
-        from moe_core.parallel import CollectiveError
-
-        if isinstance(error, CollectiveError):
-            message = one_line(str(error))  # NCCL's text is many lines
-    return message
-
-
-def _print_once(message: str) -> None:
-    """Print an error once, whether all ranks or only this rank raised it.
-
-    torchrun and srun end all ranks of a node as soon as one of them exits. So rank 0 prints at
-    once, and the other ranks first wait to be ended. A rank that is not ended is the only one with
-    the error, and prints it. Without such a launcher each rank prints at once.
-    """
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
-        say(f"error: {message}", file=sys.stderr, flush=True)
-        return
-    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        first_of_node = os.environ.get("LOCAL_RANK") == "0"
-        time.sleep(5 if first_of_node else 10)
-    say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
-
-
-def run_tool(name: str, *arguments: object) -> None:
-    """Print and run another command, such as "few-shot", with this process's --import files. Ends
-    like `run_process`."""
-    words = import_arguments() + [str(argument) for argument in arguments]
-    say("", f"$ {shlex.join(command_line(name) + words)}", flush=True)
-    run_process([sys.executable, "-m", "swinv2_moe", name] + words)
-
-
-def run_process(words: Sequence[str]) -> None:
-    """Run a process to its end.
-
-    If the process fails, it has reported the error, and this process exits with the same status.
-    Ctrl-C reaches both processes: this process waits until the other one has saved, then ends.
-    """
-    process = subprocess.Popen(words)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        status = INTERRUPTED
-    if status:
-        sys.exit(status)
-
-
-def run_training(config: str, data: Path, output: Path, opts: list) -> None:
-    """Start or continue a training with a configuration of this project.
-
-    A finished run is not changed. If the training is told to stop, this process ends too.
-    """
-    arguments = ["--cfg", config, "--data", data, "--output", output]
-    arguments += ["--resume", "auto", "--opts"] + opts
-    run_tool("train", *arguments)
-    if not (output / "summary.json").is_file():
-        sys.exit()
