@@ -216,11 +216,9 @@ class ConfigurationJourney:
     def __init__(self, package: Path) -> None:
         self.functions: dict[str, list[Function]] = {}  # by name; __init__ by its class's name
         self.imports: dict[str, dict[str, str]] = {}  # by file: a name -> where it comes from
+        self.parts = {"CfgNode"}  # the classes of the configuration and of its sections
         for path in sorted(package.rglob("*.py")):
             self._read(str(path.relative_to(package.parent)), ast.parse(path.read_text()))
-        sections = ast.parse((package / "config/sections.py").read_text())
-        self.parts = {node.name for node in sections.body if isinstance(node, ast.ClassDef)}
-        self.parts.add("CfgNode")
         everyone = [function for group in self.functions.values() for function in group]
         self.holders = {f.owner for f in everyone if f.node.name == "__init__" and self.counts(f)}
         self.stays: list[Stay] = []
@@ -238,6 +236,8 @@ class ConfigurationJourney:
             if isinstance(node, ast.FunctionDef):
                 self._add(node.name, Function(file, "", node))
             elif isinstance(node, ast.ClassDef):
+                if node.name.endswith(("Config", "Sections")):
+                    self.parts.add(node.name)
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef):
                         name = method.name.replace("__init__", node.name)

@@ -201,14 +201,14 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
         group, _, last = key.rpartition(".")
         config[group][last] = value
         taken.append(f"{key} {value}")
-    trunk, windows = model_section(config), list(trained.windows)
+    group, windows = model_type(config).section.name, list(trained.windows)
+    trunk = config.MODEL[group]
     configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
     may_change = not any(configured) and len(configured) == len(windows)
     # the weights' windows are not those that the model would use
     if may_change and configured_windows(model_config(config)) not in ([], windows):
         trunk.PRETRAINED_WINDOW_SIZES = windows
-        name_of_type = model_type(config).section.name
-        taken.append(f"MODEL.{name_of_type}.PRETRAINED_WINDOW_SIZES {windows}")
+        taken.append(f"MODEL.{group}.PRETRAINED_WINDOW_SIZES {windows}")
     try:
         check_config(config)
     except UserError as error:

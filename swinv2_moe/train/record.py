@@ -20,7 +20,6 @@ from moe_core.files import atomic_write
 from swinv2_moe.config import flatten
 from swinv2_moe.data.build import Loader
 from swinv2_moe.data.samplers import ValSampler
-from swinv2_moe.data.section import DataConfig
 from swinv2_moe.files import MAX_LINE, parse_yaml
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.tables import Bar, Console
