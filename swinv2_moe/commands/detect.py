@@ -70,27 +70,11 @@ def parse() -> argparse.Namespace:
         metavar="auto|RUN",
         help="continue from a run; auto: from the newest complete checkpoint of --output",
     )
-    test.add_argument(
-        "--split",
-        choices=["train", "test"],
-        default="test",
-        help="of which data set (default: test)",
-    )
+    test.add_setting("--split", "test", "of which data set", choices=["train", "test"])
     test.add_argument("--output", metavar="JSON", help="a file for the results")
     show.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
-    show.add_argument(
-        "--output",
-        default="detections",
-        metavar="DIR",
-        help="directory for the pictures (default: detections)",
-    )
-    show.add_argument(
-        "--threshold",
-        type=float,
-        default=0.3,
-        metavar="SCORE",
-        help="lowest score that is shown (default: 0.3)",
-    )
+    show.add_setting("--output", "detections", "directory for the pictures", "DIR")
+    show.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
     export.add_argument("file", metavar="FILE.pth")
     return parser.parse_args()
 

@@ -36,9 +36,7 @@ def parse() -> argparse.Namespace:
         metavar="FORMAT",
         help="one or more of onnx, torch (default: onnx)",
     )
-    parser.add_argument(
-        "--dtype", default="float32", help="float32, bfloat16 or, for onnx, int8 (default: float32)"
-    )
+    parser.add_setting("--dtype", "float32", "float32, bfloat16 or, for onnx, int8")
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -52,13 +50,7 @@ def parse() -> argparse.Namespace:
         metavar="F",
         help="0: dropless; default: that of evaluation",
     )
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=64,
-        metavar="N",
-        help="validation images to compare on (default: 64)",
-    )
+    parser.add_setting("--images", 64, "validation images to compare on", "N")
     return parser.parse_args()
 
 

@@ -33,18 +33,13 @@ def parse() -> argparse.Namespace:
         metavar="N",
         help="training images per class (default: 1 5 10)",
     )
-    parser.add_argument(
-        "--draws",
-        type=int,
-        default=5,
-        help="random draws of the training images for each N (default: 5)",
-    )
+    parser.add_setting("--draws", 5, "random draws of the training images for each N")
     parser.add_argument(
         "--classifier",
         default="ridge",
         help="linear classifier: ridge (default, as published) or logistic",
     )
-    parser.add_argument("--knn", type=int, default=20, metavar="K", help="neighbours (default: 20)")
+    parser.add_setting("--knn", 20, "neighbours", "K")
     args = parser.parse_args()
     check_output_file(args.output)
     return args

@@ -15,33 +15,12 @@ def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new or empty")
     default = Options()
-    parser.add_argument(
-        "--train", type=int, default=default.train, help="images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--val", type=int, default=default.val, help="images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--min-size",
-        type=int,
-        default=default.min_size,
-        metavar="PX",
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-size",
-        type=int,
-        default=default.max_size,
-        metavar="PX",
-        help="(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-objects",
-        type=int,
-        default=default.max_objects,
-        help="of an image (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="(default: %(default)s)")
+    parser.add_setting("--train", default.train, "images")
+    parser.add_setting("--val", default.val, "images")
+    parser.add_setting("--min-size", default.min_size, "", "PX")
+    parser.add_setting("--max-size", default.max_size, "", "PX")
+    parser.add_setting("--max-objects", default.max_objects, "of an image")
+    parser.add_setting("--seed", default.seed, "")
     args = vars(parser.parse_args())
     directory = args.pop("directory")
     for split, objects in make_shapes(directory, Options(**args)).items():

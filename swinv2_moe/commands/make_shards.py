@@ -20,12 +20,7 @@ from swinv2_moe.output import say
 def arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--data", metavar="DIR", help="the images, as DATA.PATH")
-    parser.add_argument(
-        "--dataset",
-        metavar="NAME",
-        default="folder",
-        help="as DATA.DATASET (default: %(default)s)",
-    )
+    parser.add_setting("--dataset", "folder", "as DATA.DATASET", "NAME")
     parser.add_argument("--train-list", metavar="FILE", default="", help="as DATA.TRAIN_LIST")
     parser.add_argument("--val-list", metavar="FILE", default="", help="as DATA.VAL_LIST")
     parser.add_argument("--output", metavar="SHARDS", help="a new directory, or one that was begun")
@@ -33,18 +28,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--num-classes", type=int, default=0, metavar="N", help="of a list or --index; 0: as found"
     )
-    parser.add_argument(
-        "--shard-mb", type=float, default=256, metavar="MB", help="about (default: %(default)s)"
-    )
+    parser.add_setting("--shard-mb", 256, "about", "MB", type=float)
     parser.add_argument(
         "--short-side", type=int, default=0, metavar="PX", help="larger images become such JPEGs"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the order of the images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s)"
-    )
+    parser.add_setting("--seed", 0, "of the order of the images")
+    parser.add_setting("--workers", os.cpu_count() or 1, "processes")
     parser.add_argument(
         "--check", action="store_true", help="decode every image and leave out broken ones"
     )

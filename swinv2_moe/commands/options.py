@@ -53,6 +53,18 @@ class CommandParser(argparse.ArgumentParser):
         argcomplete.autocomplete(self)  # returns unless a shell asks for completions
         return super().parse_args(args, namespace)
 
+    def add_setting(
+        self, option: str, default: object, help: str, metavar: str | None = None, **more
+    ) -> None:
+        """Add an option of the default's type, with the default at the end of its help.
+
+        Args:
+            more: arguments of `add_argument`; a `type` replaces the default's.
+        """
+        shown = f"{help} (default: %(default)s)".strip()
+        more = {"type": type(default)} | more
+        self.add_argument(option, default=default, help=shown, metavar=metavar, **more)
+
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))  # a word may be the name of a file, by *
 

@@ -64,9 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
     )
-    parser.add_argument(
-        "--output", default="plan.png", metavar="PNG", help="the figure (default: plan.png)"
-    )
+    parser.add_setting("--output", "plan.png", "the figure", "PNG")
     args = parser.parse_args()
     for name in ("nodes", "gpus_per_node", "batch_size"):
         value = getattr(args, name)

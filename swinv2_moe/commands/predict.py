@@ -48,20 +48,8 @@ def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run or a checkpoint")
     parser.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=TOP_K,
-        metavar="K",
-        help="classes of each picture (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=BATCH_SIZE,
-        metavar="N",
-        help="pictures per forward pass (default: %(default)s)",
-    )
+    parser.add_setting("--top-k", TOP_K, "classes of each picture", "K")
+    parser.add_setting("--batch-size", BATCH_SIZE, "pictures per forward pass", "N")
     parser.add_argument("--output", metavar="FILE", help="file for the results, .csv or .json")
     parser.add_argument(
         "--pictures",

@@ -32,13 +32,7 @@ def main() -> None:
     parser.add_argument(
         "--output", metavar="DIR", type=Path, help="where to lay it out (default: in DOWNLOADS)"
     )
-    parser.add_argument(
-        "--decode",
-        type=count,
-        default=500,
-        metavar="N",
-        help="images to decode of each part, or 'all' (default: 500)",
-    )
+    parser.add_setting("--decode", 500, "images to decode of each part, or 'all'", "N", type=count)
     args = parser.parse_args()
     from swinv2_moe.detection.coco import PARTS, check_split, lay_out, splits
 

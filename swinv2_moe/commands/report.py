@@ -41,13 +41,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--data", metavar="DIR", help="the validation images, if they have moved since the training"
     )
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=5000,
-        metavar="N",
-        help="at most so many validation images, evenly spaced; 0: all (default: 5000)",
-    )
+    images = "at most so many validation images, evenly spaced; 0: all"
+    parser.add_setting("--images", 5000, images, "N")
     parser.add_argument(
         "--watch",
         type=int,

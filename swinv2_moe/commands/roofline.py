@@ -48,12 +48,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="images per rank; default: as configured"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=10, metavar="N", help="measured rounds (default: 10)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=2, metavar="N", help="unmeasured rounds first (default: 2)"
-    )
+    parser.add_setting("--rounds", 10, "measured rounds", "N")
+    parser.add_setting("--warmup", 2, "unmeasured rounds first", "N")
     add_opts_argument(parser)
     return parser.parse_args()
 

@@ -37,9 +37,7 @@ def parse() -> argparse.Namespace:
         metavar="PATH",
         help="images and folders for the pictures",
     )
-    parser.add_argument(
-        "--count", type=int, default=8, help="images in the pictures, evenly spaced (default: 8)"
-    )
+    parser.add_setting("--count", 8, "images in the pictures, evenly spaced")
     parser.add_argument(
         "--limit", type=int, help="validation images to measure on, evenly spaced (default: all)"
     )

@@ -45,7 +45,7 @@ def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("shards", metavar="SHARDS", help="made by make-shards")
     parser.add_argument("local", metavar="LOCAL", help="a directory on the local disk")
-    parser.add_argument("--workers", type=int, default=4, help="threads (default: %(default)s)")
+    parser.add_setting("--workers", 4, "threads")
     parser.add_argument(
         "--trust", action="store_true", help="keep files of the right size without reading them"
     )

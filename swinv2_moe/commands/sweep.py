@@ -60,13 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, metavar="N", help="in place of the plan's")
     add_run_arguments(parser)
     parser.add_argument("--transfer", metavar="DIR", help="data set of the 5-shot accuracy")
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=2000,
-        metavar="N",
-        help="validation images for the class bits (default: 2000)",
-    )
+    parser.add_setting("--images", 2000, "validation images for the class bits", "N")
     args = parser.parse_args()
     for option in ("jobs", "images"):
         value = getattr(args, option)
@@ -75,12 +69,10 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: CommandParser) -> None:
     parser.add_argument("--data", metavar="DIR", help="the data set to train on (DATA.PATH)")
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of all runs")
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs side by side (default: 1)"
-    )
+    parser.add_setting("--jobs", 1, "runs side by side", "N")
     parser.add_argument("--table", action="store_true", help="only print the table so far")
 
 

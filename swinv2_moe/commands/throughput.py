@@ -67,16 +67,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--compile", nargs="+", default=DEFAULT.compile, metavar="SWITCH", help=_choices(SWITCH)
     )
-    parser.add_argument(
-        "--rounds", type=int, default=DEFAULT.rounds, metavar="N", help="measured rounds"
-    )
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=DEFAULT.warmup,
-        metavar="N",
-        help="unmeasured rounds first",
-    )
+    parser.add_setting("--rounds", DEFAULT.rounds, "measured rounds", "N")
+    parser.add_setting("--warmup", DEFAULT.warmup, "unmeasured rounds first", "N")
     parser.add_argument(
         "--graph",
         action="store_true",

@@ -34,22 +34,9 @@ def main() -> None:
     kinds = "a directory with train/ and val/, or a tar of one"
     parser.add_argument("--pretrain", metavar="DATA", help=f"to pretrain on at 64 px: {kinds}")
     parser.add_argument("--transfer", metavar="DATA", help=f"to fine-tune on at 96 px: {kinds}")
-    parser.add_argument(
-        "--output",
-        default="output/workflow",
-        metavar="DIR",
-        help="directory of all steps (default: output/workflow)",
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=6, metavar="N", help="epochs of pretraining (default: 6)"
-    )
-    parser.add_argument(
-        "--finetune-epochs",
-        type=int,
-        default=15,
-        metavar="N",
-        help="epochs of fine-tuning (default: 15)",
-    )
+    parser.add_setting("--output", "output/workflow", "directory of all steps", "DIR")
+    parser.add_setting("--epochs", 6, "epochs of pretraining", "N")
+    parser.add_setting("--finetune-epochs", 15, "epochs of fine-tuning", "N")
     add_opts_argument(parser, help="configuration keys for all trainings")
     args = parser.parse_args()
     if bool(args.pretrain) != bool(args.transfer):
