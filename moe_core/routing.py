@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import ops
@@ -25,15 +24,12 @@ from moe_core.ops import (
     DispatchPlan,
     LinearLogits,
     RouteSettings,
-    loss_of_sums,
     soft_combine,
     soft_dispatch,
 )
-from moe_core.ops.route.reference import add_noise, largest
+from moe_core.ops.route.reference import LEAST_SUM, add_noise, gate_scores, gates_of, largest
 from moe_core.parallel import ExpertGroup
 from moe_core.router import LinearRouter
-
-_LEAST_SUM = 1e-30  # of a token's gate values
 
 
 class Routing(NamedTuple):
@@ -199,8 +195,8 @@ def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | 
     They are not computed yet if a kernel may compute them in the same pass as `route`: those of a
     LinearRouter that nothing watches or replaces.
     """
-    is_plain = config.balance == "loss" and config.gate_activation == "softmax"
-    if type(router) is not LinearRouter or not is_plain or config.z_loss_weight > 0:
+    needs_logits = config.balance != "loss" or config.z_loss_weight > 0
+    if type(router) is not LinearRouter or needs_logits:
         return router_logits(router, tokens)
     hooks = [router._forward_hooks, router._forward_pre_hooks]
     hooks += [router._backward_hooks, router._backward_pre_hooks]
@@ -265,65 +261,39 @@ def route(
         aux_loss_name = "none"
     normalize = normalize_gates and config.normalize_gates and top_k > 1
     settings = RouteSettings(
-        top_k, normalize, aux_loss_name, noise_std, loss_noise_std, config.kernels
+        top_k,
+        normalize,
+        aux_loss_name,
+        noise_std,
+        loss_noise_std,
+        config.kernels,
+        config.gate_activation,
     )
     routed = ops.route(logits, noise, settings)
     gates, ids, probs, sums = routed.gates, routed.ids, routed.probs, routed.sums
     num_tokens = probs.shape[0]
     if routed.logits is None:
         assert sums is not None, "the kernel computes them"
-        aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, loss_of_sums)
+        aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, routed.loss_of_sums)
         return Routing(ids, gates, aux_loss, probs, inputs=routed.inputs)
     logits, noisy = routed.logits, routed.noisy
     if noisy is None:
         noisy = add_noise(logits, noise, noise_std)
-    scores = probs
-    if config.gate_activation != "softmax":
-        scores = gate_scores(noisy, config.gate_activation)
     if balance is not None:
+        scores = probs
+        if config.gate_activation != "softmax":
+            scores = gate_scores(noisy, config.gate_activation)
         ids = largest(balance(scores), top_k)
         if training:
             balance.add_load(ids)
-    if balance is not None or config.gate_activation != "softmax":
-        gates = _gates_of(scores, noisy, ids, config.gate_activation, normalize)
-    fused_value = None
+        gates = gates_of(scores, noisy, ids, config.gate_activation, normalize)
     if sums is None:
         loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
         sums = expert_sums(aux_loss_name, loss_inputs)
-    else:  # the kernel has computed the sums
-        fused_value = loss_of_sums
-    aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, fused_value)
+    aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, routed.loss_of_sums)
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     return Routing(ids, gates, aux_loss, probs)
-
-
-def gate_scores(logits: Tensor, activation: str) -> Tensor:
-    """logits [T, E] -> scores [T, E]. The gate values are the scores of the chosen experts.
-
-    Sources: softmax, arXiv 1701.06538; sigmoid, arXiv 2412.19437 (DeepSeek-V3), section 2.1.2.
-    """
-    if activation == "sigmoid":
-        return logits.sigmoid()
-    return logits.softmax(1)
-
-
-def _gates_of(
-    scores: Tensor, logits: Tensor, ids: Tensor, activation: str, normalize: bool
-) -> Tensor:
-    """The gate values [T, K] of the chosen experts, from the scores [T, E] of the logits."""
-    gates = scores.gather(1, ids)
-    if not normalize:
-        return gates
-    total = gates.sum(1, keepdim=True)
-    # Scores of all chosen experts that are (nearly) 0 have lost their quotients: sigmoid gates
-    # below logits of -69, or chosen logits that are not the largest ones.
-    chosen = logits.gather(1, ids)
-    if activation == "sigmoid":
-        chosen = F.logsigmoid(chosen)
-    limits = torch.finfo(chosen.dtype)
-    from_logits = chosen.clamp(limits.min, limits.max).softmax(1)
-    return torch.where(total > _LEAST_SUM, gates / total.clamp(min=_LEAST_SUM), from_logits)
 
 
 def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
@@ -335,7 +305,7 @@ def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
     Args:
         routing: a routing whose gate values are not normalised.
     """
-    total = routing.gates.sum(1, keepdim=True).clamp(min=_LEAST_SUM)  # [T, 1]
+    total = routing.gates.sum(1, keepdim=True).clamp(min=LEAST_SUM)  # [T, 1]
     top_k = routing.gates.shape[1]
     undecided = top_k / config.num_experts
     if config.gate_activation == "sigmoid":

@@ -1,4 +1,4 @@
-"""The experts' C++ kernels as programs of their own, which read a problem from stdin: for Arm in
+"""The C++ kernels as programs of their own, which read a problem from stdin: for Arm in
 qemu's emulator, with AMX's tiles emulated in C++, and with the sanitizers."""
 
 import platform

@@ -76,6 +76,10 @@ def _cpp_int8(request: Request) -> bool:
     )
 
 
+def _in_fp32(request: Request) -> bool:
+    return request.dtype == torch.float32
+
+
 def _cpp_rows(request: Request) -> bool:
     return request.dtype in _FP32_AND_BF16 and request.gate_dtype in (None, torch.float32)
 
@@ -83,6 +87,7 @@ def _cpp_rows(request: Request) -> bool:
 FORMS = {
     "route": (
         Form("triton", "route.triton", _everything),
+        Form("cpp", "route.cpp", _in_fp32),
         Form("torch", "route.reference", _everything),
     ),
     "plan": (

@@ -27,6 +27,7 @@ _NAMES = (
     "ffn_int8.cpp",
     "rows.cpp",
     "plan.cpp",
+    "route.cpp",
     "ffn.hpp",
     "ffn_int8.hpp",
     "ffn_work.hpp",

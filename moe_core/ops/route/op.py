@@ -1,13 +1,18 @@
 """Softmax, top-K and gate values of the router's logits.
 
-The Triton form reads the logits once, and adds the noise. It also computes the sums of the
-auxiliary losses in `KERNEL_LOSSES`. For a linear router with at most 64 experts it computes the
-logits and casts the tokens in the same pass. It is a torch.library op with a backward op. Autograd
+The Triton form and the C++ form read the logits once, and add the noise. They also compute the sums
+of auxiliary losses, the Triton form of those in `KERNEL_LOSSES`, the C++ form of "gshard". For a
+linear router with at most 64 experts and softmax gates the Triton form computes the logits and
+casts the tokens in the same pass. These forms are a torch.library op with a backward op. Autograd
 differentiates the torch form.
+
+On a CPU the product stays torch's, which is as fast as one in C++. So both forms there read the
+same logits, and choose the same experts.
 """
 
 # T tokens, E experts, K top-k, M model dim
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +27,7 @@ from moe_core.ops.route import reference
 from moe_core.registry import LOSSES
 
 _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
+_LOSSES = {"route.triton": KERNEL_LOSSES, "route.cpp": ("none", "gshard")}  # with sums
 _TOKEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -54,6 +60,7 @@ class RouteSettings(NamedTuple):
     noise_std: float  # factor of the noise
     loss_noise_std: float  # the standard deviation of the noise, for the loss
     kernels: str = "auto"  # see `backend.select`
+    activation: str = "softmax"  # of the gate values
 
 
 class RoutedTokens(NamedTuple):
@@ -66,6 +73,8 @@ class RoutedTokens(NamedTuple):
     logits: Tensor | None
     noisy: Tensor | None
     inputs: Tensor | None  # [T, M] the tokens in the dtype of the experts, from the same kernel
+    # a kernel that computes the loss from its name, the sums and the number of tokens
+    loss_of_sums: Callable[[str, Tensor, int | Tensor], Tensor] | None = None
 
 
 def route(
@@ -83,14 +92,19 @@ def route(
         if _fuses_product(logits, settings):
             return _in_one_kernel(logits.tokens, logits.weight, noise, settings, logits.dtype)
         logits = logits.value()
-    request = Request(settings.kernels, logits.device.type, logits.dtype)
-    if in_transform(logits) or select("route", request) == "route.reference":
+    if in_transform(logits) or _form_of(logits, settings) == "route.reference":
         noisy = reference.add_noise(logits, noise, settings.noise_std)
-        gates, ids, probs = reference.route(noisy, settings.top_k, settings.normalize)
+        gates, ids, probs = reference.route(
+            noisy, settings.top_k, settings.normalize, settings.activation
+        )
         return RoutedTokens(gates, ids, probs, None, logits, noisy, None)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     routed = _in_one_kernel(logits, None, noise, settings, logits.dtype)
     return routed._replace(logits=logits, inputs=None)
+
+
+def _form_of(x: Tensor, settings: RouteSettings) -> str:
+    return select("route", Request(settings.kernels, x.device.type, x.dtype))
 
 
 def _fuses_product(logits: LinearLogits, settings: RouteSettings) -> bool:
@@ -100,10 +114,11 @@ def _fuses_product(logits: LinearLogits, settings: RouteSettings) -> bool:
         return False
     if weight.shape[0] > _MOST_EXPERTS or settings.loss not in KERNEL_LOSSES:
         return False
+    if settings.activation != "softmax":
+        return False
     if tokens.dtype not in _TOKEN_DTYPES or in_transform(tokens):
         return False
-    request = Request(settings.kernels, tokens.device.type, tokens.dtype)
-    return select("route", request) != "route.reference"
+    return _form_of(tokens, settings) == "route.triton"
 
 
 def _in_one_kernel(
@@ -114,21 +129,31 @@ def _in_one_kernel(
     dtype: torch.dtype,
 ) -> RoutedTokens:
     """x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`."""
-    top_k, normalize, loss, noise_std, loss_noise_std, _ = settings
-    computes_loss = loss in KERNEL_LOSSES
+    top_k, normalize, loss, noise_std, loss_noise_std, kernels, activation = settings
+    form = _form_of(x, settings)
+    computes_loss = loss in _LOSSES[form]
     if not computes_loss:
         loss = "none"
     cast_to: torch.dtype | None = None
     if dtype != x.dtype:
         cast_to = dtype
     gates, ids, probs, sums, inputs, _ = torch.ops.moe_core.route(
-        x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to
-    )
+        x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation,
+        form, kernels,
+    )  # fmt: skip
     if cast_to is None:
         inputs = x
     if not computes_loss:
         sums = None
-    return RoutedTokens(gates, ids, probs, sums, None, None, inputs)
+    value = None
+    if computes_loss and form == "route.triton":
+        value = loss_of_sums
+    noisy = None
+    if activation != "softmax" and form == "route.triton":  # whose gate values are of softmax
+        noisy = reference.add_noise(x, noise, noise_std)
+        scores = reference.gate_scores(noisy, activation)
+        gates = reference.gates_of(scores, noisy, ids, activation, normalize)
+    return RoutedTokens(gates, ids, probs, sums, None, noisy, inputs, value)
 
 
 @torch.library.custom_op("moe_core::route", mutates_args=())
@@ -142,14 +167,28 @@ def _route(
     noise_std: float,
     loss_noise_std: float,
     cast_to: torch.dtype | None,
+    activation: str,
+    form: str,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens and their logits.
+    """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens and `kept`.
 
-    x is the logits [T, E], or with a `weight` the tokens [T, M]. The cast tokens are empty if there
-    is no cast. The logits are empty unless they are computed here and the loss reads them.
+    x is the logits [T, E], or with a `weight`, which is only for Triton, the tokens [T, M]. The
+    cast tokens are empty if there is no cast. `kept` is what the backward pass needs besides. In
+    Triton these are the logits, if they are computed here and the loss reads them; in C++ the
+    scores of the chosen experts [T, K], if they are not the gate values. Otherwise it is empty.
     """
-    forward = load("route.triton").forward
-    return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
+    if form == "route.triton":
+        forward = load(form).forward
+        return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
+    assert weight is None
+    assert cast_to is None
+    if noise is not None:
+        noise = noise * noise_std
+    gates, ids, probs, sums, scores = load(form).forward(
+        x, noise, top_k, normalize, activation, kernels
+    )
+    return gates, ids, probs, sums, x.new_empty(0), scores
 
 
 @torch.library.custom_op("moe_core::route_backward", mutates_args=())
@@ -158,8 +197,9 @@ def _route_backward(
     weight: Tensor | None,
     noise: Tensor | None,
     ids: Tensor,
+    gates: Tensor,
     probs: Tensor,
-    logits: Tensor,
+    kept: Tensor,
     grad_gates: Tensor | None,
     grad_probs: Tensor | None,
     grad_sums: Tensor | None,
@@ -168,17 +208,29 @@ def _route_backward(
     loss: str,
     noise_std: float,
     loss_noise_std: float,
+    activation: str,
+    form: str,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; the second one is empty without a weight."""
     if grad_sums is None:
         loss = "none"
-    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
-    settings = (normalize, loss, noise_std, loss_noise_std)
-    return load("route.triton").backward(x, weight, noise, ids, probs, logits, grads, *settings)
+    if form == "route.triton":
+        grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
+        settings = (normalize, loss, noise_std, loss_noise_std)
+        return load(form).backward(x, weight, noise, ids, probs, kept, grads, *settings)
+    if loss == "none":
+        grad_sums = None
+    used = (grad_gates, grad_probs, grad_sums)
+    grad = load(form).backward(ids, gates, probs, kept, used, normalize, activation, kernels)
+    return grad, x.new_empty(0)
 
 
 @_route.register_fake
-def _(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to):
+def _(
+    x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation, form,
+    kernels,
+):  # fmt: skip
     num_tokens, num_experts = x.shape[0], x.shape[1]
     like = x
     if weight is not None:
@@ -186,12 +238,14 @@ def _(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_
     gates = like.new_empty(num_tokens, top_k)
     ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
     probs = like.new_empty(num_tokens, num_experts)
-    inputs, logits = x.new_empty(0), like.new_empty(0)
+    inputs, kept = x.new_empty(0), like.new_empty(0)
     if cast_to is not None:
         inputs = x.new_empty(x.shape, dtype=cast_to)
     if weight is not None and loss.startswith("load_importance"):
-        logits = torch.empty_like(probs)
-    return gates, ids, probs, like.new_empty(2, num_experts), inputs, logits
+        kept = torch.empty_like(probs)
+    if form == "route.cpp" and activation == "sigmoid" and normalize:
+        kept = torch.empty_like(gates)
+    return gates, ids, probs, like.new_empty(2, num_experts), inputs, kept
 
 
 @_route_backward.register_fake
@@ -202,27 +256,28 @@ def _(x, weight, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, noise, _, *ctx.settings, ctx.cast_to = inputs
-    _, ids, probs, _, _, logits = output
-    ctx.save_for_backward(x, weight, noise, ids, probs, logits)
-    ctx.mark_non_differentiable(ids, logits)
+    x, weight, noise, _, *numbers, ctx.cast_to, activation, form, kernels = inputs
+    gates, ids, probs, _, _, kept = output
+    ctx.settings = (*numbers, activation, form, kernels)
+    ctx.save_for_backward(x, weight, noise, ids, gates, probs, kept)
+    ctx.mark_non_differentiable(ids, kept)
     # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, grad_logits):
+def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, grad_kept):
     grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
     x, weight, noise, ids, *_ = saved = ctx.saved_tensors
-    nothing = (None,) * 7
+    nothing = (None,) * 10
     if is_differentiated_again(x):
-        normalize, loss, noise_std, loss_noise_std = ctx.settings
+        normalize, loss, noise_std, loss_noise_std, activation, *_ = ctx.settings
 
         def function(x, weight):
             clean = x
             if weight is not None:
                 clean = LinearLogits(x, weight, x.dtype).value()
             noisy = reference.add_noise(clean, noise, noise_std)
-            settings = (ids.shape[1], normalize, loss, loss_noise_std)
+            settings = (ids.shape[1], normalize, loss, loss_noise_std, activation)
             routed = reference.route_and_sums(noisy, clean, *settings)
             return *routed, x.to(ctx.cast_to or x.dtype)
 

@@ -1,0 +1,198 @@
+// Routing from logits in one pass: probabilities, choices, gate values and the sums of the loss, and the gradients of
+// that. ../route/cpp.py says what is computed.
+//
+// T tokens, E experts, K top-k
+
+#include <cfloat>
+#include <cmath>
+#include <vector>
+
+#include "product.hpp"
+
+namespace {
+
+// Tokens of a partial sum. They do not depend on the number of threads, so neither do the results.
+inline long chunk_of(long T) { return std::max(256L, T / 32 / 16 * 16); }
+
+struct Routing {
+  int64_t* ids;
+  float *gates, *scores, *probs;  // scores: of the chosen experts, or null
+  long E, K;
+  bool sigmoid, normalize;
+};
+
+// The largest of the keys [E, 16] of each of 16 tokens, and its expert; of equal keys the lowest expert. Two halves of the
+// experts: a comparison need not wait for the one before.
+V largest(const float* keys, long E, int32_t* experts) {
+  const long half = (E + 1) / 2;
+  V top;
+  EACH_PIECE {
+    const auto key = [&](long e) { return load(keys + 16 * e).p[i]; };
+    const auto number = [](long e) { return IntLanes{} + static_cast<int32_t>(e); };
+    Lanes low = key(0), high = key(half - E % 2);
+    IntLanes low_at = number(0), high_at = number(half - E % 2);
+    for (long e = 1; e < half; e++) {
+      const long f = half - E % 2 + e;
+      const Lanes a = key(e), b = key(f);
+      low_at = a > low ? number(e) : low_at, high_at = b > high ? number(f) : high_at;
+      low = a > low ? a : low, high = b > high ? b : high;
+    }
+    low_at = high > low ? high_at : low_at, low = high > low ? high : low;
+    top.p[i] = low;
+    std::memcpy(experts + i * kLanes, &low_at, sizeof low_at);
+  }
+  return top;
+}
+
+// Memory for 16 tokens.
+struct Space {
+  struct alignas(64) Row {
+    float of_tokens[16];
+  };
+  long E, K;
+  std::vector<Row> rows;
+  Space(long E, long K) : E((E + 15) / 16 * 16), K(K), rows(4 * this->E + 3 * K) {}
+  float* logits() { return rows.data()->of_tokens; }  // and then probabilities
+  float* keys() { return logits() + 16 * E; }
+  float* sums() { return logits() + 32 * E; }
+  float* noise() { return logits() + 48 * E; }
+  float* gates() { return logits() + 64 * E; }
+  float* scores() { return gates() + 16 * K; }
+  int32_t* experts() { return reinterpret_cast<int32_t*>(scores() + 16 * K); }
+};
+
+// The choices of `count` of 16 tokens from t on, and their probabilities, which are added to space.sums(). `first` [E]
+// counts the first choices.
+void choose(const Routing& r, Space& space, long t, long count, float* first) {
+  const V zero = broadcast(0.0f), one = broadcast(1.0f), infinity = broadcast(INFINITY), lowest = broadcast(-FLT_MAX);
+  float *logits = space.logits(), *keys = space.keys(), *gates = space.gates(), *scores = space.scores();
+  // NaN counts as infinity. -infinity marks an expert that is already chosen, so no key may be that.
+  for (long e = 0; e < r.E; e++) {
+    V z = load(logits + 16 * e);
+    EACH_PIECE z.p[i] = z.p[i] == z.p[i] ? z.p[i] : infinity.p[i];
+    store(keys + 16 * e, larger(z, lowest));
+  }
+  V top;
+  for (long k = 0; k < r.K; k++) {
+    int32_t* experts = space.experts() + 16 * k;
+    const V next = largest(keys, r.E, experts);
+    if (k == 0) top = next;
+    for (long i = 0; i < 16; i++) {
+      gates[16 * k + i] = logits[16 * experts[i] + i];
+      keys[16 * experts[i] + i] = -INFINITY;
+    }
+  }
+
+  V total = zero;
+  for (long e = 0; e < r.E; e++) {
+    const V p = exp_of_negative(load(logits + 16 * e) - top);
+    total = total + p;
+    store(logits + 16 * e, p);
+  }
+  const V scale = one / total, is_token = first_or(one, count, zero);
+  for (long e = 0; e < r.E; e += 16) {
+    Words columns[16];
+    for (long j = 0; j < 16; j++) {
+      float* sum = space.sums() + 16 * (e + j);
+      const V p = load(logits + 16 * (e + j)) * scale;
+      std::memcpy(columns + j, &p, sizeof p);
+      store(sum, multiply_add(p, is_token, load(sum)));
+    }
+    transpose(columns);
+    for (long i = 0; i < count; i++) {
+      V row;
+      std::memcpy(&row, columns + i, sizeof row);
+      store(r.probs + (t + i) * r.E + e, row, std::min(16L, r.E - e));
+    }
+  }
+
+  V sum = zero;
+  for (long k = 0; k < r.K; k++) {
+    V z = load(gates + 16 * k), gate;
+    if (r.sigmoid) {
+      z = larger(lowest, z);
+      const V small = exp_of_negative(zero - absolute(z)), unit = one / (one + small);
+      gate = above(z, 0.0f, one, small) * unit;
+      store(scores + 16 * k, gate);
+      // Scores of logits that are all far below 0 have lost their quotients.
+      if (r.normalize) gate = above(z, 0.0f, one, exp_of_negative(z - smaller(top, zero))) * unit;
+    } else {
+      gate = exp_of_negative(z - top) * scale;
+    }
+    store(gates + 16 * k, gate);
+    sum = sum + gate;
+  }
+  for (long k = 0; k < r.K && r.normalize; k++) store(gates + 16 * k, load(gates + 16 * k) / sum);
+  for (long i = 0; i < count; i++) {
+    first[space.experts()[i]] += 1;
+    for (long k = 0; k < r.K; k++) {
+      r.ids[(t + i) * r.K + k] = space.experts()[16 * k + i];
+      r.gates[(t + i) * r.K + k] = gates[16 * k + i];
+      if (r.scores) r.scores[(t + i) * r.K + k] = scores[16 * k + i];
+    }
+  }
+}
+
+// The gradients [E] of the logits of token t. `by_sums` [E], `by_probs` [T, E], `by_gates` [T, K]: those of the results.
+void logits_backward(const Routing& r, const float* by_gates, const float* by_probs, const float* by_sums, long t,
+                     float* to) {
+  const float *p = r.probs + t * r.E, *gates = r.gates + t * r.K, *scores = r.scores ? r.scores + t * r.K : gates;
+  const auto by_prob = [&](long e) {
+    const V sums = by_sums ? load(by_sums + e, r.E - e) : broadcast(0.0f);
+    return by_probs ? sums + load(by_probs + t * r.E + e, r.E - e) : sums;
+  };
+  V product = broadcast(0.0f);
+  for (long e = 0; e < r.E; e += 16) product = multiply_add(load(p + e, r.E - e), by_prob(e), product);
+  float mean = 0, total = sum_of(product);
+  const auto by_choice = [&](long k) { return by_gates ? gates[k] * (by_gates[t * r.K + k] - mean) : 0; };
+  for (long k = 0; k < r.K && by_gates && r.normalize; k++) mean += gates[k] * by_gates[t * r.K + k];
+  for (long k = 0; k < r.K && !r.sigmoid; k++) total += by_choice(k);
+  for (long e = 0; e < r.E; e += 16)
+    store(to + e, load(p + e, r.E - e) * (by_prob(e) - broadcast(total)), std::min(16L, r.E - e));
+  for (long k = 0; k < r.K; k++) to[r.ids[t * r.K + k]] += by_choice(k) * (r.sigmoid ? 1 - scores[k] : 1);
+}
+
+}  // namespace
+
+extern "C" {
+
+void route_forward(const float* logits, const float* noise, int64_t* ids, float* gates, float* scores, float* probs,
+                   float* sums, long T, long E, long K, long normalize, long sigmoid, long threads) {
+  const Routing r = {ids, gates, scores, probs, E, K, sigmoid != 0, normalize != 0};
+  const long chunk = chunk_of(T), chunks = (T + chunk - 1) / chunk;
+  std::vector<float> partial(chunks * 2 * E);
+#pragma omp parallel num_threads(std::max(1L, std::min(threads, chunks)))
+  {
+    Space space(E, K);
+    const auto across = [&](float* to, const float* from, long n) {
+      Packed<float, kB>(reinterpret_cast<int32_t*>(to), n, E).pack<kAlongK>(from, E);
+    };
+#pragma omp for schedule(static)
+    for (long c = 0; c < chunks; c++) {
+      float* of_chunk = partial.data() + c * 2 * E;
+      std::fill(space.sums(), space.sums() + 16 * E, 0.0f);
+      for (long t = c * chunk; t < std::min(T, (c + 1) * chunk); t += 16) {
+        const long n = std::min(16L, T - t);
+        across(space.logits(), logits + t * E, n);
+        if (noise) {
+          across(space.noise(), noise + t * E, n);
+          for (long i = 0; i < 16 * E; i += 16)
+            store(space.logits() + i, load(space.logits() + i) + load(space.noise() + i));
+        }
+        choose(r, space, t, n, of_chunk + E);
+      }
+      for (long e = 0; e < E; e++) of_chunk[e] = sum_of(load(space.sums() + 16 * e));
+    }
+  }
+  sum_rows(partial.data(), chunks, 2 * E, sums, false);
+}
+
+void route_backward(const int64_t* ids, const float* gates, const float* scores, const float* probs, const float* by_gates,
+                    const float* by_probs, const float* by_sums, float* grad, long T, long E, long K, long normalize,
+                    long sigmoid, long threads) {
+  const Routing r = {const_cast<int64_t*>(ids), const_cast<float*>(gates), const_cast<float*>(scores),
+                     const_cast<float*>(probs), E, K, sigmoid != 0, normalize != 0};
+#pragma omp parallel for num_threads(T * E < 1 << 15 ? 1 : threads)
+  for (long t = 0; t < T; t++) logits_backward(r, by_gates, by_probs, by_sums, t, grad + t * E);
+}
+}

@@ -1,0 +1,81 @@
+"""C++ form of routing: one pass over the logits, and one for their gradients.
+
+Everything is in fp32. The choices are those of the specification. The sums over tokens are added in
+an order that does not depend on the number of threads, so runs repeat exactly.
+"""
+
+# T tokens, E experts, K top-k
+
+import torch
+from torch import Tensor
+
+from moe_core.ops.buffers import empty
+from moe_core.ops.native.library import call
+
+
+def forward(
+    logits: Tensor,
+    noise: Tensor | None,
+    top_k: int,
+    normalize: bool,
+    activation: str,
+    kernels: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gates [T, K], ids [T, K], probs [T, E], the sums of the loss "gshard" [2, E] and the scores.
+
+    The scores [T, K] are the sigmoids of the chosen logits; they are empty unless the gate values
+    are these divided by their sum.
+
+    Args:
+        logits, noise: [T, E]; experts are chosen by their sum.
+    """
+    num_tokens, num_experts = logits.shape
+    assert 1 <= top_k <= num_experts
+    gates = logits.new_empty(num_tokens, top_k)
+    ids = torch.empty_like(gates, dtype=torch.int64)
+    probs = empty(logits.shape, logits.dtype, logits.device)
+    sums = logits.new_empty(2, num_experts)
+    scores = None
+    if activation == "sigmoid" and normalize:
+        scores = torch.empty_like(gates)
+    tensors = (_ready(logits), _ready(noise), ids, gates, scores, probs, sums)
+    sizes = (num_tokens, num_experts, top_k)
+    call("route_forward", tensors, (*sizes, *_settings(normalize, activation)), kernels)
+    if scores is None:
+        scores = logits.new_empty(0)
+    return gates, ids, probs, sums, scores
+
+
+def backward(
+    ids: Tensor,
+    gates: Tensor,
+    probs: Tensor,
+    scores: Tensor,
+    grads: tuple[Tensor | None, ...],
+    normalize: bool,
+    activation: str,
+    kernels: str,
+) -> Tensor:
+    """The gradient of the logits [T, E].
+
+    Args:
+        grads: the gradients of gates, probs and sums; None means zeros.
+    """
+    grad = empty(probs.shape, probs.dtype, probs.device)
+    kept = None
+    if scores.numel():
+        kept = scores
+    tensors = (ids, gates, kept, probs, *map(_ready, grads), grad)
+    sizes = (*probs.shape, ids.shape[1])
+    call("route_backward", tensors, (*sizes, *_settings(normalize, activation)), kernels)
+    return grad
+
+
+def _settings(normalize: bool, activation: str) -> tuple[int, int, int]:
+    return int(normalize), int(activation == "sigmoid"), torch.get_num_threads()
+
+
+def _ready(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return x.float().contiguous()
