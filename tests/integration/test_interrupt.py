@@ -12,7 +12,7 @@ import pytest
 from gloo_processes import DEADLINE, ROOT
 
 from swinv2_moe import train as train_package
-from swinv2_moe.commands import call, quickstart
+from swinv2_moe.commands import call, quickstart, workflow
 
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
@@ -193,13 +193,13 @@ time.sleep(600)
 
 def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
     ran, run = [], tmp_path / "run"
-    monkeypatch.setattr(call, "run_tool", lambda *words: ran.append(words))
+    monkeypatch.setattr(workflow, "run_tool", lambda *words: ran.append(words))
     with pytest.raises(SystemExit) as ended:
-        call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+        workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert not ended.value.code
     run.mkdir()
     (run / "summary.json").touch()
-    call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+    workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert len(ran) == 2
 
 

@@ -229,7 +229,7 @@ def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path
 def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
-        message = refusal(only_run(tmp_path / name, ALONE, "--output").__enter__)
+        message = refusal(only_run(tmp_path / name, ALONE).__enter__)
         assert message.startswith(f"--output {tmp_path}/file")
         assert message.endswith(f"{tmp_path}/file is a file, a run needs a directory")
     (tmp_path / "run" / ".lock").mkdir(parents=True)
