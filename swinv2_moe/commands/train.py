@@ -94,7 +94,7 @@ def main() -> None:
         say(f"run directory {config.OUTPUT}; importing torch", flush=True)
     import psutil
 
-    from swinv2_moe.train import train
+    from swinv2_moe.train.run import train
 
     began = psutil.Process().create_time()
     summary = train(config, args.resume, continuation, args.bind, began, args.check_files)

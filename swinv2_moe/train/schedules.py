@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from moe_core import strategy_tuners
 from moe_core.parallel import TunerEvent
-from swinv2_moe.config import ExpertsConfig, parse_schedule
+from swinv2_moe.config import parse_schedule
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.models.section import ExpertsConfig
 
 STEPS = 16  # number of last steps that the automatic capacity considers
 CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies' times

@@ -17,8 +17,9 @@ from tool_cases import refusal
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import only_process
-from swinv2_moe.train import arrival, initial, run_lock, train
+from swinv2_moe.train import arrival, initial, run_lock
 from swinv2_moe.train import run as run_module
+from swinv2_moe.train.run import train
 from swinv2_moe.train.run_lock import only_run
 
 HOLD = (
