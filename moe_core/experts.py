@@ -22,6 +22,7 @@ from moe_core.ops import (
     casts_weights,
     empty,
     expert_ffn,
+    fuses_unpacked,
     moe_ffn,
     pack_weights,
     product_dtype,
@@ -245,14 +246,19 @@ class Experts(nn.Module):
             A tensor of the shape of x.
         """
         x = x.to(expert_dtype(x))
+        config = self.config
         if weights is None:
-            used = self.weights(x.dtype)
+            packed = True
+            if plan is not None and not config.int8_inference:
+                kernel = (config.activation, config.kernels)
+                packed = not fuses_unpacked(x, gates, self.parameters_by_field, plan, *kernel)
+            used = self.weights(x.dtype, packed=packed)
         else:
             used = weights()
         dropout = 0.0
         if self.training:
-            dropout = self.config.hidden_dropout
-        settings = (self.config.activation, dropout, self.config.kernels)
+            dropout = config.hidden_dropout
+        settings = (config.activation, dropout, config.kernels)
         if plan is None:
             return expert_ffn(x, used, offsets, *settings)
         casts = None

@@ -150,6 +150,8 @@ def _run_experts(case: Experts, backward: bool) -> None:
         activation=activation,
         dropout=case.dropout,
         keep_hidden=True,
+        kernels="triton",
+        form="ffn.triton",
     )
     if backward:
         hidden = _meta(weights.num_kept * case.tokens, H, dtype=dtype)

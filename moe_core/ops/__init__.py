@@ -8,7 +8,14 @@ from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.linear import expert_linear
-from moe_core.ops.ffn.op import casts_weights, expert_ffn, moe_ffn, pack_weights, product_dtype
+from moe_core.ops.ffn.op import (
+    casts_weights,
+    expert_ffn,
+    fuses_unpacked,
+    moe_ffn,
+    pack_weights,
+    product_dtype,
+)
 from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.op import int8_ffn, quantize_weights
 from moe_core.ops.native.instruction_sets import cpu_computes_in
@@ -30,6 +37,7 @@ __all__ = [
     "empty",
     "expert_ffn",
     "expert_linear",
+    "fuses_unpacked",
     "int8_ffn",
     "inverse_plan",
     "loss_of_sums",

@@ -68,6 +68,14 @@ def _cpp_ffn(request: Request) -> bool:
     return request.weight_dtype in (torch.float32, request.dtype, packed)
 
 
+def _cpp_moe_ffn(request: Request) -> bool:
+    return (
+        request.activation in KERNEL_ACTIVATIONS
+        and request.dtype == request.weight_dtype == torch.float32
+        and request.gate_dtype in (None, torch.float32)
+    )
+
+
 def _cpp_int8(request: Request) -> bool:
     return (
         request.activation in KERNEL_ACTIVATIONS
@@ -100,8 +108,13 @@ FORMS = {
         Form("cpp", "combine.cpp", _cpp_rows),
         Form("torch", "combine.reference", _everything),
     ),
+    "moe_ffn": (  # with dispatch and combine
+        Form("triton", "ffn.triton", _triton_ffn),
+        Form("cpp", "ffn.fused", _cpp_moe_ffn),
+        Form("torch", "", _everything),  # none: dispatch, ffn and combine
+    ),
     "ffn": (
-        Form("triton", "ffn.triton", _triton_ffn),  # with dispatch and combine
+        Form("triton", "ffn.triton", _triton_ffn),
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.reference", _everything),
     ),

@@ -1,1 +1,5 @@
-"""Training runs: `swinv2_moe.train.run.train`."""
+"""Training runs."""
+
+from swinv2_moe.train.run import train
+
+__all__ = ["train"]

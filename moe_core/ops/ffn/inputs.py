@@ -64,6 +64,8 @@ class ExpertWeights(NamedTuple):
                 )
         if self.b3 is not None and self.w3 is None:
             raise ValueError("b3 needs w3, which is None")
+        if self.w1.numel() == 0:
+            raise ValueError(f"w1 is {list(self.w1.shape)}, and no size of it may be 0")
         experts, hidden, width = self.w1.shape
         if width != model_dim:
             raise ValueError(f"the rows have {model_dim} columns, w1 is {list(self.w1.shape)}")
@@ -85,6 +87,15 @@ def check_offsets(ends: list[int], num_rows: int) -> None:
 def is_transposed(weight: Tensor) -> bool:
     """Whether a weight [E, H, M] is stored as [E, M, H]. There may be gaps between the rows."""
     return weight.stride(2) != 1 and weight.stride(1) <= weight.stride(2)
+
+
+def hidden_rows(num_rows: int, num_experts: int) -> int:
+    """The rows of a hidden layer that `ffn.fused` keeps.
+
+    Each expert's rows of a range of tokens (native/moe_ffn.cpp: Cells) begin at a multiple of 16.
+    There are at most max(num_rows / 256 + E / 2, 15 + E) of these pieces.
+    """
+    return num_rows + num_rows // 16 + 16 * num_experts + 256
 
 
 def by_name(of_weights: Sequence[bool]) -> dict[str, bool]:
@@ -136,6 +147,8 @@ class MoEFFNInputs(NamedTuple):
     activation: str
     dropout: float
     keep_hidden: bool  # whether the op returns what its backward pass needs
+    kernels: str
+    form: str  # the module that computes the op: ffn.triton or ffn.fused
 
     @property
     def weights(self) -> ExpertWeights:

@@ -3,11 +3,11 @@
 `out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for the rows of each expert e. With w3
 the activation is multiplied by `rows_e w3[e]^T + b3[e]`.
 
-There are two torch.library ops. `moe_core::expert_ffn` is in C++. `moe_core::moe_ffn` is in Triton;
-it dispatches and combines too. For the backward pass both keep the hidden layer before the
-activation (for gated experts both products) and compute the activation again. Triton keeps the
-tokens, but neither the gathered rows nor the experts' outputs. Everything else is
-`reference.feed_forward`.
+There are two torch.library ops. `moe_core::expert_ffn` is in C++. `moe_core::moe_ffn`, in Triton
+and for fp32 in C++, dispatches and combines too. For the backward pass both keep the hidden layer
+before the activation (for gated experts both products) and compute the activation again.
+`moe_ffn` keeps the tokens, but neither the gathered rows nor the experts' outputs. Everything else
+is `reference.feed_forward`.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
@@ -29,6 +29,7 @@ from moe_core.ops.ffn.inputs import (
     FFNInputs,
     MoEFFNInputs,
     by_name,
+    hidden_rows,
     is_transposed,
 )
 from moe_core.ops.ffn.linear import expert_linear
@@ -76,7 +77,7 @@ def expert_ffn(
         order = torch.arange(rows.shape[0], device=rows.device)
         slots = order.unsqueeze(1)
         plan = DispatchPlan(order, offsets, slots, None, offsets)
-        return _by_triton(rows, None, weights, plan, activation, dropout, None)
+        return _fused(rows, None, weights, plan, (activation, dropout, kernels, form), None)
     if form == "ffn.reference":
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     noise = None
@@ -115,11 +116,11 @@ def moe_ffn(
         ValueError: as `expert_ffn`.
     """
     if isinstance(weights, ExpertWeights) and not in_transform(tokens):
-        w1 = weights.w1
-        form = _form(tokens.device.type, tokens.dtype, w1.dtype, activation, kernels)
-        if form == "ffn.triton":
+        form = _moe_form(tokens, gates, weights, activation, dropout, kernels)
+        if form:
             weights.check(activation, tokens.shape[1], len(plan.offsets))
-            return _by_triton(tokens, gates, weights, plan, activation, dropout, casts)
+            settings = (activation, dropout, kernels, form)
+            return _fused(tokens, gates, weights, plan, settings, casts)
     rows = dispatch(tokens, plan, kernels)
     rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
     if gates is None:
@@ -127,15 +128,63 @@ def moe_ffn(
     return combine(rows, gates, plan, kernels)
 
 
-def _by_triton(
+def _moe_form(
+    tokens: Tensor,
+    gates: Tensor | None,
+    weights: ExpertWeights,
+    activation: str,
+    dropout: float,
+    kernels: str,
+) -> str:
+    """The form that dispatches and combines too; "" if there is none."""
+    gate_dtype = None if gates is None else gates.dtype
+    request = Request(
+        kernels,
+        tokens.device.type,
+        tokens.dtype,
+        weight_dtype=weights.w1.dtype,
+        activation=activation,
+        gate_dtype=gate_dtype,
+    )
+    form = select("moe_ffn", request)
+    # The C++ form has neither dropout nor transposed weights.
+    is_plain = all(weight.is_contiguous() for weight in weights.matrices().tensors())
+    if form == "ffn.fused" and (dropout > 0 or not is_plain):
+        return ""
+    return form
+
+
+def fuses_unpacked(
     tokens: Tensor,
     gates: Tensor | None,
     weights: ExpertWeights,
     plan: DispatchPlan,
     activation: str,
-    dropout: float,
+    kernels: str = "auto",
+) -> bool:
+    """Whether `moe_ffn` without dropout is faster with weights that are not packed before.
+
+    The C++ form packs each weight once for all rows of an expert, so this holds for many rows or
+    small weights.
+    """
+    if in_transform(tokens):
+        return False
+    if _moe_form(tokens, gates, weights, activation, 0.0, kernels) != "ffn.fused":
+        return False
+    num_experts, hidden_dim, model_dim = weights.w1.shape
+    enough = num_experts * min(hidden_dim * model_dim // 1024, 128)  # measured
+    return torch.compiler.is_compiling() or len(plan.choices) >= enough
+
+
+def _fused(
+    tokens: Tensor,
+    gates: Tensor | None,
+    weights: ExpertWeights,
+    plan: DispatchPlan,
+    settings: tuple[str, float, str, str],
     casts: ExpertWeights | None,
 ) -> Tensor:
+    activation, dropout, kernels, form = settings
     # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
     # only once, to the dtype of the parameters.
     if weights.w1.dtype == tokens.dtype:
@@ -158,6 +207,8 @@ def _by_triton(
         activation=activation,
         dropout=dropout,
         keep_hidden=_needs_gradients(tokens, gates, *weights),
+        kernels=kernels,
+        form=form,
     )
     return torch.ops.moe_core.moe_ffn(*inputs)[0]
 
@@ -225,7 +276,7 @@ def _register(
     """Register the op `name` with the arguments `inputs_type`, and its backward op.
 
     Args:
-        form: the module that computes both.
+        form: the module that computes both, unless the arguments name it.
         plain: the op's output in plain torch, of the same arguments.
         transposed_gradients: whether gradients have the memory order of transposed weights.
     """
@@ -242,8 +293,10 @@ def _register(
         """The output, and the hidden layer [N, H] before the activation if it is kept.
 
         For gated experts the hidden layer is [2 N, H]: the products with w1, then those with w3.
+        Only the form itself reads it: ffn.fused has an order and more rows of its own.
         """
-        return load(form).forward(make(arguments))
+        inputs = make(arguments)
+        return load(getattr(inputs, "form", form)).forward(inputs)
 
     @torch.library.custom_op(
         f"moe_core::{name}_backward",
@@ -254,7 +307,7 @@ def _register(
     def backward(grad, needs, *arguments):
         """Gradients of the fields up to b3; empty where `needs` is False."""
         inputs, hidden = make(arguments[:-1]), arguments[-1]
-        computed = load(form).backward(inputs, grad, hidden, needs)
+        computed = load(getattr(inputs, "form", form)).backward(inputs, grad, hidden, needs)
         return tuple(grad.new_empty(0) if g is None else g for g in computed)
 
     @forward.register_fake
@@ -291,7 +344,10 @@ def _fake_outputs(inputs) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(dtype, gates.dtype)
     num_kept = 0
     if inputs.keep_hidden:
-        num_kept = _rows_of(inputs).shape[0] * inputs.weights.num_kept
+        num_rows = _rows_of(inputs).shape[0]
+        if getattr(inputs, "form", "") == "ffn.fused":
+            num_rows = hidden_rows(num_rows, inputs.w1.shape[0])
+        num_kept = num_rows * inputs.weights.num_kept
     hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
     return tokens.new_empty(tokens.shape, dtype=dtype), hidden
 

@@ -195,11 +195,15 @@ struct Target {
 
 using Packs = const int32_t*;
 
+// sum + the number times each of 16 numbers, which are aligned
+INLINE void add_products(V& sum, float number, const float* numbers) {
+  EACH_PIECE sum.p[i] = number * reinterpret_cast<const Lanes*>(numbers)[i] + sum.p[i];
+}
 // sum + the word times each of 16 words
 INLINE void add_products(V& sum, int32_t word, Packs words, float) {
   float number;
   std::memcpy(&number, &word, sizeof number);
-  EACH_PIECE sum.p[i] = number * reinterpret_cast<const Lanes*>(words)[i] + sum.p[i];
+  add_products(sum, number, reinterpret_cast<const float*>(words));
 }
 INLINE void add_products(V& sum, int32_t word, Packs words, bf16) {
 #if defined(__AVX512BF16__)

@@ -256,7 +256,8 @@ class TestKernels:
         seed = OPS.dropout_seed(case.tokens)
         inputs = (case.tokens, case.gates, *case.weights)
         leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
-        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5, True)
+        form = ("triton", "ffn.triton")
+        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5, True, *form)
         torch.library.opcheck(OPS.moe_ffn.default, (*leaves, *rest), test_utils=CHEAP_CHECKS)
         hidden = OPS.moe_ffn(*inputs, *rest)[1]
         needs = [True, False, True, True, False, True, gated, False]
@@ -413,7 +414,8 @@ def test_kernels_compile_without_a_gpu(
     b = torch.zeros(4, 2048)
     weights = ExpertWeights(w, b, w, torch.zeros(4, 384), *((w, b) if gated else (None, None)))
     casts = (None, None, None)
-    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, "silu", 0.0, True)
+    settings = ("silu", 0.0, True, "triton", "ffn.triton")
+    inputs = MoEFFNInputs(tokens, gates, *weights, *casts, *plan[:4], None, *settings)
     y, hidden = triton_ffn.forward(inputs)
     triton_ffn.backward(inputs, y, hidden, [True] * 6 + [gated] * 2)
     assert len(compiled) == 7

@@ -1,0 +1,453 @@
+"""The experts' networks from tokens to tokens in one C++ operation, against the specification in
+fp64: values, gradients, threads, memory, damaged plans, and the calls that take another form."""
+
+# T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
+
+import random
+
+import pytest
+import torch
+from ffn_cases import FP32, assert_close, ffn_inputs
+
+from moe_core import MoEConfig, MoELayer
+from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn, pack_weights
+from moe_core.ops.ffn import fused
+from moe_core.ops.ffn.inputs import MoEFFNInputs, hidden_rows
+from moe_core.ops.native import library
+from moe_core.ops.native.instruction_sets import sets_of_cpu
+
+pytestmark = pytest.mark.skipif(
+    library.chosen() is None, reason="this CPU or compiler lacks the instructions"
+)
+OPS = torch.ops.moe_core
+SETS = [known.name for known in sets_of_cpu()] or ["auto"]
+# What differs from Case's own arguments. A range of tokens is divided by experts (Cells in
+# ops/native/moe_ffn.cpp); with few experts there are more ranges, of at least 64 tokens.
+CASES = {
+    "odd widths": {"num_tokens": 33, "model_dim": 17, "hidden_dim": 23, "gated": True},
+    "one row": {"num_tokens": 1, "top_k": 1, "model_dim": 1, "hidden_dim": 1},
+    "whole vectors": {"num_tokens": 64, "model_dim": 32, "hidden_dim": 48},
+    "rows in two parts": {
+        "num_tokens": 700, "num_experts": 16, "top_k": 1, "model_dim": 8, "hidden_dim": 18,
+        "skewed": True, "gated": True,
+    },
+    "ranges of few experts": {"num_tokens": 200, "num_experts": 2},
+    "ranges of many rows": {
+        "num_tokens": 1100, "num_experts": 16, "top_k": 8, "model_dim": 256, "hidden_dim": 3,
+    },
+    "hidden units in steps": {"num_tokens": 20, "model_dim": 2100, "hidden_dim": 70, "gated": True},
+    "many small rows": {
+        "num_tokens": 2100, "num_experts": 9, "top_k": 8, "model_dim": 3, "hidden_dim": 2,
+    },
+    "one expert": {"num_tokens": 70, "num_experts": 1, "top_k": 1},
+    "idle experts": {"num_tokens": 5, "num_experts": 16, "top_k": 1, "gated": True},
+    "all to one": {"num_tokens": 90, "top_k": 1, "skewed": True},
+    "drops": {"num_tokens": 130, "capacity": 9, "gated": True},
+    "drops by priority": {"num_tokens": 130, "capacity": 9, "by_priority": True},
+    "top-8": {"num_tokens": 30, "num_experts": 11, "top_k": 8, "capacity": 12},
+    "no bias": {"bias": False, "gated": True},
+    "no gates": {"num_tokens": 90, "top_k": 1, "gates": False},
+    "no tokens": {"num_tokens": 0, "gated": True},
+    "none kept": {"capacity": 0, "gated": True},
+    # one kept row of every sixteen ranges, if ranges were of all rows
+    "most dropped": {
+        "num_tokens": 8192, "num_experts": 2, "top_k": 1, "capacity": 32, "by_priority": True,
+        "model_dim": 256, "hidden_dim": 2,
+    },
+}  # fmt: skip
+FEW = ["odd widths", "rows in two parts", "hidden units in steps", "drops"]
+THREADED = ["rows in two parts", "ranges of few experts", "ranges of many rows", "many small rows"]
+
+
+class Case:
+    """Inputs of a call and the gradient of its output."""
+
+    def __init__(
+        self, num_tokens=40, num_experts=4, top_k=2, capacity=None, model_dim=24, hidden_dim=40,
+        gated=False, bias=True, gates=True, skewed=False, by_priority=False, seed=0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        priority = torch.rand(num_tokens, generator=generator) if by_priority else None
+        choices = scores + torch.arange(num_experts) * 10 * skewed
+        values, ids = choices.topk(top_k)
+        self.plan = make_plan(ids, num_experts, capacity, priority)
+        self.gates = values % 10 if gates else None
+        sizes = [num_tokens] + [0] * (num_experts - 1)
+        inputs = ffn_inputs(sizes, model_dim, hidden_dim, FP32, bias, gated, seed=seed)
+        self.tokens, self.weights, _, self.grad = inputs
+        self.activation = "silu" if gated else "gelu"
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a call is differentiated in."""
+        return [t for t in (self.tokens, self.gates, *self.weights) if t is not None]
+
+    def run(self, tensors, kernels="auto", plan=None, activation="") -> torch.Tensor:
+        """The output, of other `tensors`."""
+        tokens, *rest = tensors
+        gates = None if self.gates is None else rest.pop(0)
+        weights = self.weights.with_tensors(rest)
+        activation = activation or self.activation
+        return moe_ffn(tokens, gates, weights, plan or self.plan, activation, 0.0, kernels)
+
+    def outcome(self, kernels="auto", activation="", dtype=torch.float32) -> list[torch.Tensor]:
+        """The output and all gradients."""
+        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors()]
+        out = self.run(tensors, kernels, None, activation)
+        grad = self.grad.to(dtype)
+        return [out, *torch.autograd.grad(out, tensors, grad, materialize_grads=True)]
+
+    def assert_equals_the_specification(self, kernels="auto", activation="") -> None:
+        found = self.outcome(kernels, activation)
+        assert all(tensor.isfinite().all() for tensor in found)
+        expected = self.outcome("torch", activation, torch.float64)
+        assert_close(found, expected, torch.float32)
+
+    def op_inputs(self, keep_hidden=True, **changes) -> MoEFFNInputs:
+        choices, offsets, slots, kept, _ = self.plan
+        rest = (choices, offsets, slots, kept, None, self.activation, 0.0, keep_hidden)
+        casts = (None, None, None)
+        arguments = (self.tokens, self.gates, *self.weights, *casts, *rest, "auto", "ffn.fused")
+        return MoEFFNInputs(*arguments)._replace(**changes)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The passes that the operation has computed."""
+    called = []
+
+    def counted(name):
+        function = getattr(fused, name)
+
+        def run(*arguments):
+            called.append(name)
+            return function(*arguments)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(fused, name, counted(name))
+    return called
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Memory that the operation allocates is followed by bytes that it must leave alone."""
+    ends = []
+
+    def empty(shape, dtype, device):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        memory = torch.full((size + (1 << 16),), 0x5A, dtype=torch.uint8)
+        ends.append(memory[size:])
+        return memory[:size].view(dtype).view(shape)
+
+    monkeypatch.setattr(fused, "empty", empty)
+    yield
+    assert ends
+    assert all(end.eq(0x5A).all() for end in ends)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; that of before comes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# 1. Values and gradients
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [(SETS[0], name) for name in CASES] + [(kernels, name) for kernels in SETS[1:] for name in FEW],
+)
+@pytest.mark.usefixtures("guarded")
+def test_it_equals_the_specification(kernels, name, calls):
+    if library.chosen(kernels) is None:
+        pytest.skip("this CPU or compiler lacks the instructions")
+    Case(**CASES[name]).assert_equals_the_specification(kernels)
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [("relu", False), ("silu", False), ("gelu", True), ("relu", True), ("clamped_swiglu", True)],
+)
+def test_activations(activation, gated, calls):
+    case = Case(33, gated=gated)
+    case.tokens *= 4  # beyond the limits of the clamped one
+    case.assert_equals_the_specification(activation=activation)
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.usefixtures("guarded")
+def test_any_sizes():
+    draw = random.Random(0)
+    for seed in range(25):
+        num_experts = draw.choice([1, 2, 3, 5, 8, 16, 33])
+        top_k = draw.randint(1, min(num_experts, 8))
+        Case(
+            draw.choice([1, 2, 15, 16, 17, 63, 65, 130]), num_experts, top_k,
+            draw.choice([None, None, 1, 3, 50]), draw.choice([1, 5, 15, 16, 31, 33, 48, 70]),
+            draw.choice([1, 2, 7, 15, 16, 17, 33, 100]), draw.random() < 0.5, draw.random() < 0.6,
+            True, draw.random() < 0.3, draw.random() < 0.5, seed,
+        ).assert_equals_the_specification()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THREADED)
+def test_the_number_of_threads_changes_no_bit(name, threads):
+    case, outcomes = Case(**CASES[name]), []
+    for count in (1, 2, 3, 5):
+        threads(count)
+        outcomes.append(case.outcome())
+    for others in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], others, strict=True))
+
+
+def test_only_needed_gradients_are_computed(monkeypatch):
+    case = Case(gated=True)
+    expected, needed = case.outcome()[1:], []
+    backward = fused.backward
+
+    def recorded(inputs, grad, hidden, needs):
+        needed.append(needs)
+        return backward(inputs, grad, hidden, needs)
+
+    monkeypatch.setattr(fused, "backward", recorded)
+    for i, gradient in enumerate(expected):
+        tensors = [t.detach().requires_grad_(i == j) for j, t in enumerate(case.tensors())]
+        case.run(tensors).backward(case.grad)
+        torch.testing.assert_close(tensors[i].grad, gradient)
+        assert needed.pop() == [i == j for j in range(len(tensors))]
+        assert all(t.grad is None for j, t in enumerate(tensors) if i != j)
+
+
+def test_nothing_is_kept_without_gradients():
+    case = Case(gated=True)
+    num_rows = hidden_rows(80, 4)
+    assert OPS.moe_ffn(*case.op_inputs())[1].shape == (2 * num_rows, 40)
+    out, hidden = OPS.moe_ffn(*case.op_inputs(keep_hidden=False))
+    assert hidden.shape == (0, 40)
+    assert torch.equal(out, case.run(case.tensors()))
+
+
+def test_other_strides_of_tokens_and_gradients():
+    """Also of what sum().backward() gives."""
+    case = Case()
+    case.grad = torch.ones_like(case.grad)
+    expected = case.outcome()
+    case.grad = torch.ones(1, 1).expand_as(case.grad)
+    case.tokens = torch.cat([case.tokens.t(), torch.ones(1, 40)])[:-1].t()
+    case.gates = case.gates.t().contiguous().t()
+    assert all(torch.equal(a, b) for a, b in zip(case.outcome(), expected, strict=True))
+
+
+def test_biases_of_another_dtype_have_gradients_of_it():
+    case = Case()
+    expected = case.outcome()
+    b1, b2 = case.weights.b1.double(), case.weights.b2.double()
+    case.weights = case.weights._replace(b1=b1, b2=b2)
+    inputs = [tensor.detach().requires_grad_() for tensor in case.tensors()]
+    out = case.run(inputs)
+    found = [out, *torch.autograd.grad(out, inputs, case.grad)]
+    assert [t.dtype for t in found] == [torch.float32] * 4 + [torch.float64, torch.float32] + [
+        torch.float64
+    ]
+    assert_close(found, expected, torch.float32)
+
+
+def test_choices_in_32_bits_are_the_same():
+    case = Case()
+    plan = case.plan._replace(choices=case.plan.choices.int(), offsets=case.plan.offsets.long())
+    expected = case.run(case.tensors())
+    assert torch.equal(case.run(case.tensors(), plan=plan), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_with_its_token(value):
+    case = Case(70, gated=True)
+    plain = case.outcome()
+    case.tokens[7, 3] = value
+    out, by_tokens, *_ = case.outcome()
+    others = torch.arange(70) != 7
+    assert not out[7].isfinite().any()
+    assert torch.equal(out[others], plain[0][others])
+    assert torch.equal(by_tokens[others], plain[1][others])
+
+
+def test_dropped_choices_are_not_read():
+    """Neither their tokens nor their gates, nor the gradients of their outputs."""
+    case = Case(130, capacity=9, gated=True)
+    plain, kept = case.outcome(), case.plan.kept
+    idle = ~kept.any(1)
+    assert idle.sum() > 10
+    assert (kept.any(1) & ~kept.all(1)).any()
+    case.tokens[idle], case.grad[idle], case.gates[~kept] = (float("nan") for _ in range(3))
+    found = case.outcome()
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert found[0][idle].eq(0).all()
+    assert found[1][idle].eq(0).all()
+    assert found[2][~kept].eq(0).all()
+
+
+def test_rows_of_no_expert_hold_no_choice():
+    case = Case(130, capacity=9)
+    expected = case.run(case.tensors())
+    choices, used = case.plan.choices.clone(), int(case.plan.offsets[-1])
+    plan = case.plan._replace(choices=torch.cat([choices[:used], torch.full((7,), -1)]))
+    assert torch.equal(case.run(case.tensors(), plan=plan), expected)
+
+
+# 2. What is refused
+
+
+def changed(tensor: torch.Tensor, place: int, value: int) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[place] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"choices": 80}, "choices: one is not below"),
+        ({"choices": -1}, "choices: one is not below"),
+        ({"choices": 2**32}, "choices: one is not below"),
+        ({"offsets": (1, 99)}, r"offsets \(.*99.*must ascend"),
+        ({"offsets": (3, 81)}, r"offsets \(.*81.*must ascend"),
+        ({"offsets": (0, -1)}, r"offsets \(\[-1.*must ascend"),
+    ],
+    ids=str,
+)
+def test_a_damaged_plan_is_refused_in_both_directions(changes, message):
+    case = Case()
+    inputs = case.op_inputs()
+    hidden = OPS.moe_ffn(*inputs)[1]
+    if "choices" in changes:
+        inputs = inputs._replace(choices=changed(inputs.choices, 11, changes["choices"]))
+    else:
+        inputs = inputs._replace(offsets=changed(inputs.offsets, *changes["offsets"]))
+    with pytest.raises(ValueError, match=message) as raised:
+        fused.forward(inputs)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        fused.backward(inputs, case.grad, hidden, [True] * 8)
+
+
+@pytest.mark.parametrize("shape", [(40, 1), (39, 2), (80,)], ids=str)
+def test_gates_of_another_shape_are_refused(shape):
+    case = Case()
+    with pytest.raises(ValueError, match=r"gates is \[.*\], the plan has \[40, 2\] choices"):
+        moe_ffn(case.tokens, torch.ones(shape), case.weights, case.plan)
+
+
+@pytest.mark.parametrize(("hidden_dim", "model_dim"), [(0, 8), (8, 0)])
+def test_weights_without_elements_are_refused(hidden_dim, model_dim):
+    """C++ would divide by these sizes."""
+    case, w = Case(), torch.ones(4, hidden_dim, model_dim)
+    weights = ExpertWeights(w, None, w, None)
+    with pytest.raises(ValueError, match=r"w1 is \[4, \d, \d\], and no size of it may be 0"):
+        moe_ffn(torch.ones(40, model_dim), case.gates, weights, case.plan)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    case = Case()
+    for changes, message in (
+        ({"w2": case.weights.w2[:, :16]}, r"w1 is .* w2 "),
+        ({"b1": torch.ones(4, 39)}, r"b1 is \[4, 39\], not \[4, 40\]"),
+        ({"b2": torch.ones(3, 24)}, r"b2 is \[3, 24\], not \[4, 24\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe_ffn(case.tokens, case.gates, case.weights._replace(**changes), case.plan)
+    with pytest.raises(ValueError, match="the rows have 23 columns"):
+        moe_ffn(case.tokens[:, 1:], case.gates, case.weights, case.plan)
+
+
+# 3. The form of a call
+
+
+def test_calls_that_take_another_form_give_the_same(calls):
+    case = Case(gated=True)
+    expected = case.run(case.tensors())
+    assert calls.pop() == "forward"
+    transposed = case.weights._replace(w1=case.weights.w1.mT.contiguous().mT)
+    packed = pack_weights(case.weights, torch.float32, "silu")
+    both = torch.cat([case.weights.w1, case.weights.w3], 1)
+    halves = case.weights._replace(w1=both[:, :40], w3=both[:, 40:])
+    narrow = case.weights.map(torch.Tensor.bfloat16)
+    for tokens, gates, weights, kernels, limit in (
+        (case.tokens, case.gates, transposed, "auto", 1e-5),
+        (case.tokens, case.gates, halves, "auto", 1e-5),
+        (case.tokens, case.gates, case.weights, "torch", 1e-5),
+        (case.tokens.double(), case.gates.double(), case.weights.map(torch.Tensor.double),
+         "auto", 1e-5),
+        (case.tokens, case.gates.double(), case.weights, "auto", 1e-5),
+        (case.tokens.bfloat16(), case.gates, case.weights, "auto", 0.05),
+        (case.tokens.bfloat16(), case.gates.bfloat16(), narrow, "auto", 0.05),
+        *([] if packed is None else [(case.tokens, case.gates, packed, "auto", 1e-5)]),
+    ):  # fmt: skip
+        found = moe_ffn(tokens, gates, weights, case.plan, "silu", 0.0, kernels)
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=limit * largest)
+        assert not calls
+    torch.func.vmap(
+        lambda tokens: moe_ffn(tokens, case.gates, case.weights, case.plan, "silu"),
+    )(case.tokens.unsqueeze(0))
+    moe_ffn(case.tokens, case.gates, case.weights, case.plan, "silu", dropout=0.5)
+    assert not calls
+
+
+def test_rows_alone_take_another_form(calls):
+    rows, weights, ends, _ = ffn_inputs([4, 8], dtypes=FP32)
+    expert_ffn(rows, weights, ends, "silu")
+    assert not calls
+
+
+# 4. With torch's own tools
+
+
+def test_a_layer_uses_it_compiled_with_any_number_of_tokens(calls):
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(24, 40, 4, top_k=2, capacity_factor=0.0))
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num_tokens in (17, 30, 90):
+        outcomes = []
+        for run in (layer, compiled):
+            layer.zero_grad()
+            x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(1))
+            y, aux_loss = run(x.requires_grad_())
+            (y.square().sum() + aux_loss).backward()
+            outcomes.append([y, x.grad, *(p.grad.clone() for p in layer.parameters())])
+        torch.testing.assert_close(*outcomes)
+    assert calls == ["forward", "backward"] * 6
+
+
+def test_opcheck():
+    case = Case(9, capacity=3, gated=True, model_dim=5, hidden_dim=7)
+    inputs = case.op_inputs()
+    hidden = OPS.moe_ffn(*inputs)[1]
+    needs = [True, False, True, True, False, True, True, True]
+    torch.library.opcheck(OPS.moe_ffn_backward.default, (case.grad, needs, *inputs, hidden))
+    differentiable = len(MoEFFNInputs._fields[: MoEFFNInputs._fields.index("b3") + 1])
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:differentiable]]
+    # The other checks compare the hidden layer, whose padding holds anything.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        OPS.moe_ffn.default, (*leaves, *inputs[differentiable:]), test_utils=checks
+    )
+
+
+def test_second_derivatives(calls):
+    case = Case(9, capacity=3, gated=True, model_dim=5, hidden_dim=7)
+    outcomes = []
+    for kernels, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in case.tensors()]
+        out = case.run(tensors, kernels)
+        first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        outcomes.append(torch.autograd.grad(total, tensors))
+    # `out` is squared, so its own gradient is part of the second ones
+    assert calls == ["forward", "backward"]
+    assert_close(*outcomes, torch.float32)
