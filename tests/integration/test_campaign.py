@@ -150,7 +150,7 @@ def test_the_whole_dry_run_fills_every_section(tmp_path):
     tests = state["sections"].pop("tests")["tests"]
     assert tests["failures"] == tests["errors"] == 0
     assert tests["tests"] > 0
-    names = "layer tiles attention pieces memory routers model shares trunk graph"
+    names = "layer fine tiles attention pieces memory routers model shares trunk graph"
     assert " ".join(state["sections"]) == names
     for section in state["sections"].values():
         for table in section["tables"].values():
