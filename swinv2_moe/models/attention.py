@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_core import PreparedValue
 from moe_core.context import in_transform
 from swinv2_moe.models import window_attention
-from swinv2_moe.models.window_attention import plain_attention
+from swinv2_moe.models.window_attention import attention_on_cpu, plain_attention
 
 
 @register_notrace_module  # reason: the kernel depends on the input
@@ -85,6 +85,9 @@ class FusedWindowAttention(WindowAttention):
             return plain_attention(qkv, bias, mask, scale, self.cosine, dropout)
         if not dropout and window_attention.runs(qkv):
             return self._fused(qkv, mask)
+        if not dropout and window_attention.trains_on_cpu(qkv):
+            bias, scale = self._position_bias(qkv.dtype), self.temperature().flatten()
+            return attention_on_cpu(qkv, bias, mask, scale, self.cosine)
         return self._sdpa(qkv, mask, dropout)
 
     def _fused(self, qkv: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""Window attention with a position bias as a torch.library op, for CUDA devices in half precision.
+"""Window attention with a position bias: everything between the two projections.
 
-The op computes everything between the two projections. Its kernels are in
+On CUDA devices in half precision it is a torch.library op, whose kernels are in
 `triton_window_attention`. They do not store normalised queries and keys, the sum of bias and mask
 for each window, or the gradient of the bias for each window. scaled_dot_product_attention, which
-runs elsewhere, needs a tensor for each of these.
+runs elsewhere, needs a tensor for each of these. On a CPU `attention_on_cpu` replaces it.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.context import in_transform
+from moe_core.context import in_transform, without_autocast
 from moe_core.ops.autograd import is_differentiated_again, plain_gradients
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,17 @@ def runs(qkv: Tensor) -> bool:
     if qkv.shape[1] > 256 or qkv.shape[-1] not in (16, 32, 64):
         return False
     return not (torch.compiler.is_exporting() or in_transform(qkv)) and _triton_runs()
+
+
+def trains_on_cpu(qkv: Tensor) -> bool:
+    """Whether `attention_on_cpu` is used for qkv [B*W, N, 3, h, D].
+
+    False in a program that is saved, which must not contain a function of Python, and without
+    gradients, where scaled_dot_product_attention has a fused kernel.
+    """
+    if not (qkv.is_cpu and qkv.requires_grad):
+        return False
+    return not (torch.compiler.is_exporting() or torch.jit.is_tracing())
 
 
 # A constant for torch.compile, which cannot trace imports and logging.
@@ -187,17 +198,123 @@ def _backward(ctx, grad, _):
         return None, None, None, None, None
     qkv, bias, mask, scale, out, lse = ctx.saved_tensors
     if is_differentiated_again(grad):
-
-        def function(qkv, bias, scale):
-            return (plain_attention(qkv, bias, mask, scale, ctx.cosine),)
-
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        of_qkv, of_bias, of_scale = plain_gradients(function, (qkv, bias, scale), needs, [grad])
-        return of_qkv, of_bias, None, of_scale, None
+        return _plain_backward(ctx, grad, qkv, bias, mask, scale)
     grad_qkv, grad_bias, grad_scale = torch.ops.swinv2_moe.window_attention_backward(
         grad, qkv, bias, mask, scale, out, lse, ctx.cosine
     )
     return grad_qkv, grad_bias.to(bias.dtype), None, grad_scale.to(scale.dtype), None
 
 
+def _plain_backward(ctx, grad, qkv, bias, mask, scale):
+    """As `_backward`, differentiable."""
+
+    def function(qkv, bias, scale):
+        return (plain_attention(qkv, bias, mask, scale, ctx.cosine),)
+
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    of_qkv, of_bias, of_scale = plain_gradients(function, (qkv, bias, scale), needs, [grad])
+    return of_qkv, of_bias, None, of_scale, None
+
+
 torch.library.register_autograd("swinv2_moe::window_attention", _backward, setup_context=_save)
+
+
+# 3. On a CPU, from torch's operations
+#
+# scaled_dot_product_attention has no fused kernel on a CPU if the bias needs a gradient, and its
+# parts copy queries, keys and values several times. Here they are copied once, into the layout of
+# the products; the backward pass by hand computes in place.
+
+
+def attention_on_cpu(
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
+) -> Tensor:
+    """As `window_attention`, computed in fp32 or fp64."""
+    return _AttentionOnCpu.apply(qkv, bias, mask, scale, cosine)
+
+
+class _AttentionOnCpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, bias, mask, scale, cosine):
+        out, weights, inverse = _attend(qkv, bias, mask, scale, cosine)
+        ctx.save_for_backward(qkv, bias, mask, scale, weights, inverse, out)
+        ctx.cosine = cosine
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        qkv, bias, mask, scale, weights, inverse, out = ctx.saved_tensors
+        # a compiled backward pass cannot be differentiated
+        if not torch.compiler.is_compiling() and is_differentiated_again(grad):
+            return _plain_backward(ctx, grad, qkv, bias, mask, scale)
+        with without_autocast(qkv):
+            grads = _gradients(grad, out, qkv, scale, weights, inverse)
+        of_qkv, of_bias, of_scale = grads
+        return of_qkv.to(qkv.dtype), of_bias.to(bias.dtype), None, of_scale.to(scale.dtype), None
+
+
+def _attend(
+    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output [B*W, N, h*D], the attention weights [B*W, h, N, N], and the inverse lengths of
+    queries and keys [2, B*W, h, N, 1]; None if these are not normalised."""
+    with without_autocast(qkv):
+        rows, inverse = _rows(qkv), None
+        if cosine:
+            inverse = _inverse_lengths(rows[:2])
+            rows[:2].mul_(inverse)
+        q, k, v = rows.unbind(0)
+        scores = (q * scale.view(-1, 1, 1)) @ k.mT
+        if mask is None:
+            scores += bias
+        else:
+            scores.unflatten(0, (-1, len(mask))).add_(bias + mask.unsqueeze(1))
+        weights = scores.softmax(-1)
+        out = (weights @ v).transpose(1, 2).flatten(2)
+    return out.to(qkv.dtype), weights, inverse
+
+
+def _rows(qkv: Tensor) -> Tensor:
+    """A copy of qkv [B*W, N, 3, h, D] in the layout of the products: [3, B*W, h, N, D]."""
+    dtype = torch.promote_types(qkv.dtype, torch.float32)
+    # a copy in any case, because it is changed in place
+    return qkv.permute(2, 0, 3, 1, 4).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _inverse_lengths(rows: Tensor) -> Tensor:
+    """rows [..., D] -> [..., 1], limited as in F.normalize."""
+    return (rows * rows).sum(-1, keepdim=True).clamp_(min=1e-24).rsqrt_()
+
+
+def _gradients(
+    grad: Tensor,
+    out: Tensor,
+    qkv: Tensor,
+    scale: Tensor,
+    weights: Tensor,
+    inverse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of qkv [B*W, N, 3, h, D], of bias [h, N, N] and of scale [h], from that of the
+    output `out`."""
+    rows, scale = _rows(qkv), scale.view(-1, 1, 1)
+    if inverse is not None:
+        rows[:2].mul_(inverse)
+    q, k, v = (part.flatten(0, 1) for part in rows)  # [B*W*h, N, D]
+    grad = grad.to(rows.dtype).unflatten(2, qkv.shape[3:])  # [B*W, N, h, D]
+    # of a row of scores, the mean gradient of its weights, which softmax removes
+    means = (grad * out.view_as(grad)).sum(-1).transpose(1, 2).reshape(*v.shape[:2], 1)
+    grad = grad.transpose(1, 2).reshape(v.shape)
+    of_rows = torch.empty_like(rows)
+    of_q, of_k, of_v = (part.flatten(0, 1) for part in of_rows)
+    flat = weights.flatten(0, 1)
+    torch.bmm(flat.mT, grad, out=of_v)
+    of_scores = torch.baddbmm(means, grad, v.mT, beta=-1).mul_(flat)
+    torch.bmm(of_scores, k, out=of_q)
+    torch.bmm(of_scores.mT, q, out=of_k)
+    of_lengths = of_rows[:2]
+    along = (of_lengths * rows[:2]).sum(-1, keepdim=True)  # [2, B*W, h, N, 1]
+    if inverse is not None:  # no part along the rows, whose lengths stay 1
+        of_lengths.addcmul_(rows[:2], along, value=-1).mul_(inverse)
+    of_lengths.mul_(scale)
+    of_bias = of_scores.view_as(weights).sum(0)
+    return of_rows.permute(1, 3, 0, 2, 4), of_bias, along[0].sum((0, 2, 3))

@@ -256,7 +256,7 @@ def test_no_register_is_spilled_on_a_hopper(tokens, masked, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("kind", [FusedWindowAttention, DotProductWindowAttention])
-def test_a_cpu_takes_scaled_dot_product_attention(kind, monkeypatch):
+def test_a_cpu_takes_no_kernel(kind, monkeypatch):
     monkeypatch.setattr(module, "window_attention", lambda *_: pytest.fail("the kernel"))
     attn = kind(32, (4, 4), 2)
     with torch.autocast("cpu", torch.bfloat16):
