@@ -26,6 +26,18 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
+def expert_input(tokens: Tensor, group_size: int) -> Tensor:
+    """The tokens in the dtype of the experts.
+
+    Over several ranks the result requires a gradient even if the tokens do not, because either all
+    ranks or none must run the backward pass.
+    """
+    tokens = tokens.to(expert_dtype(tokens))
+    if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+        return tokens.detach().requires_grad_()
+    return tokens
+
+
 @torch.no_grad()
 def draw(tensor: Tensor, fill: Callable[[Tensor], Tensor]) -> None:
     """Fill `tensor` with values that `fill` draws in fp32, so that they do not depend on its

@@ -26,7 +26,7 @@ from moe_core.capacity import (
     routing_stats,
 )
 from moe_core.config import MoEConfig
-from moe_core.context import in_backward, in_transform
+from moe_core.context import expert_input, in_backward, in_transform
 from moe_core.experts import Experts, SharedExperts
 from moe_core.ops import DispatchPlan, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
@@ -222,11 +222,11 @@ class MoELayer(HasExperts):
             before_pass(self)
         routed = self.routing.route(x, call)
         routing, top_k = routed.routing, routed.top_k
+        inputs = expert_input(routed.inputs, self.group.size)  # [N, M]
         exchange, trial = call.exchange, None
         if exchange is None:
-            exchange, trial = self._choose(routed)
+            exchange, trial = self._choose(inputs, routed)
 
-        inputs = routed.inputs  # [N, M]
         if trial is not None:
             inputs = trial.begin(inputs)
         agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor)
@@ -334,12 +334,12 @@ class MoELayer(HasExperts):
             check_has_capacity(capacity_factor, self.config)
         return self._exchanges[strategy]
 
-    def _choose(self, routed: Routed) -> tuple[Exchange, Trial | None]:
+    def _choose(self, tokens: Tensor, routed: Routed) -> tuple[Exchange, Trial | None]:
         """The exchange that the tuner of the group chooses, and its trial if the call is one.
 
         It tries strategies in training with gradients, and in evaluation without gradients.
         """
-        tokens, top_k, factor = routed.inputs, routed.top_k, routed.capacity_factor
+        top_k, factor = routed.top_k, routed.capacity_factor
         assert not isinstance(factor, Tensor), "over several ranks it is a number"
         most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
         # Without a capacity limit (0) the key contains the mean load of an expert.

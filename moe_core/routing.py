@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 class Routed(NamedTuple):
     """What the experts see, and how their results become the layer's output."""
 
-    inputs: Tensor  # [N, M] tokens or slots, in the dtype of the experts
+    inputs: Tensor  # [N, M] tokens or slots
     routing: Routing
     top_k: int
     capacity_factor: float | Tensor
@@ -82,7 +82,6 @@ class TokenChoice:
         inputs = tokens
         if routing.inputs is not None:
             inputs = routing.inputs
-        inputs = expert_input(inputs, self.group.size)
         if norm is None:
             return Routed(inputs, routing, call.top_k, call.capacity_factor)
         routing, scale = split_gates(routing, config)
@@ -118,7 +117,7 @@ class ExpertChoice(TokenChoice):
         logits = router_logits(call.router, tokens)
         with without_autocast(tokens):
             routing = route_by_experts(logits, config, num_images, call.training)
-        return Routed(expert_input(tokens, self.group.size), routing, call.top_k, factor)
+        return Routed(tokens, routing, call.top_k, factor)
 
     def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
         """As TokenChoice's. The mask [T, 1] is whether at least one expert chose the token."""
@@ -148,7 +147,6 @@ class SoftRouting(TokenChoice):
         check_slots(logits, call.config)
         logits = logits.view(tokens.shape[0], tokens.shape[1], logits.shape[1])  # [B, N, S]
         slots = soft_dispatch(tokens.to(expert_dtype(tokens)), logits)  # [B, S, M]
-        slots = expert_input(slots, self.group.size)
         routing = route_slots(slots, logits, call.config)
 
         def mix(y: Tensor) -> Tensor:
@@ -165,18 +163,6 @@ def as_images(x: Tensor) -> Tensor:
     if x.dim() < 3:
         return x.reshape(1, -1, x.shape[-1])
     return x.flatten(1, -2)
-
-
-def expert_input(tokens: Tensor, group_size: int) -> Tensor:
-    """The tokens in the dtype of the experts.
-
-    Over several ranks the result requires a gradient even if the tokens do not, because either all
-    ranks or none must run the backward pass.
-    """
-    tokens = tokens.to(expert_dtype(tokens))
-    if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
-        return tokens.detach().requires_grad_()
-    return tokens
 
 
 # --- logits

@@ -61,13 +61,16 @@ class _AfterTimm(MetaPathFinder):
 
             def load_and_register(module) -> None:
                 load_timm(module)
-                importlib.import_module("swinv2_moe.models")
+                # A module of ours that imports timm is not ready: `models.build` registers then.
+                ours = {name for name in sys.modules if name.startswith("swinv2_moe.models.")}
+                if ours <= {"swinv2_moe.models.section"}:
+                    importlib.import_module("swinv2_moe.models.api")
 
             spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
 
 
 if "timm" in sys.modules:
-    importlib.import_module("swinv2_moe.models")
+    importlib.import_module("swinv2_moe.models.api")
 else:
     sys.meta_path.insert(0, _AfterTimm())

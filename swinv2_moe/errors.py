@@ -29,10 +29,10 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def shortened(names: Sequence[object], count: int = 3) -> str:
-    """The first `count` names, separated by commas, and how many there are in all."""
-    text = ", ".join(one_line(str(name)) for name in names[:count])
-    if len(names) > count:
+def shortened(names: Sequence[object]) -> str:
+    """The first three names, separated by commas, and how many there are in all."""
+    text = ", ".join(one_line(str(name)) for name in names[:3])
+    if len(names) > 3:
         text += f", ... ({len(names)} in all)"
     return text
 

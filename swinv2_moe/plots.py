@@ -51,17 +51,17 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[np.ndarray, np.
     return np.bincount(groups, x) / sizes, np.bincount(groups, y) / sizes
 
 
-def save_png(figure: "Figure", path: Path, option: str = "--output") -> None:
+def save_png(figure: "Figure", path: Path) -> None:
     """Write the figure as a PNG.
 
     Raises:
-        UserError: a file that cannot be written; the message begins with `option`.
+        UserError: a file that cannot be written.
     """
     disable_formulas(figure)
     try:
         figure.savefig(path, format="png", dpi=130)
     except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from error
+        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
 
 
 def to_svg(figure: "Figure", label: str) -> str:

@@ -35,7 +35,7 @@ import torch
 
 from moe_core import MoEConfig, MoELayer
 from swinv2_moe.config import all_sections, load_config
-from swinv2_moe.train import train
+from swinv2_moe.train.run import train
 from swinv2_moe.train.step import TrainingStep
 
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ _PRELOADED = [
     "torch.utils.tensorboard",
     "torchvision",
 ]
-_PRELOADED += ["sklearn.datasets", "swinv2_moe.train", "hypothesis", "pytest"]
+_PRELOADED += ["sklearn.datasets", "swinv2_moe.train.run", "hypothesis", "pytest"]
 multiprocessing.set_forkserver_preload(_PRELOADED)
 
 

@@ -113,13 +113,10 @@ SHARED = [
     "swinv2_moe.owner_file",
     "swinv2_moe.files",
     "swinv2_moe.forms",
-    "swinv2_moe.model_sections",
-    "swinv2_moe.model_types",
     "swinv2_moe.data.section",
     "swinv2_moe.tables",
-    "swinv2_moe.config",
 ]
-MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data"]
+MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data", "swinv2_moe.config"]
 PICTURES = ["swinv2_moe.plots", "swinv2_moe.routing_pictures"]
 TRAINING = MODELS_AND_DATA + PICTURES + ["swinv2_moe.train"]
 
@@ -142,9 +139,11 @@ ALLOWED = {
     "swinv2_moe.files": ["moe_core", "swinv2_moe.errors", "swinv2_moe.owner_file"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
-    "swinv2_moe.model_sections": ["swinv2_moe.errors"],
-    "swinv2_moe.model_types": ["swinv2_moe.model_sections"],
+    # The sections of a configuration stand beside what they configure, below the configuration.
     "swinv2_moe.data.section": ["moe_core.options"],
+    "swinv2_moe.models.section": ["moe_core", "swinv2_moe.errors"],
+    "swinv2_moe.train.section": ["moe_core.options", "swinv2_moe.data.section"],
+    "swinv2_moe.model_types": ["moe_core.options", "swinv2_moe.models.section"],
     "swinv2_moe.input_paths": [
         "swinv2_moe.errors",
         "swinv2_moe.files",
@@ -157,8 +156,9 @@ ALLOWED = {
         "swinv2_moe.config_files",
         "swinv2_moe.files",
         "swinv2_moe.imports",
-        "swinv2_moe.model_types",
         "swinv2_moe.data.section",
+        "swinv2_moe.models.section",
+        "swinv2_moe.train.section",
     ],
     "swinv2_moe.models": SHARED,
     "swinv2_moe.data": [

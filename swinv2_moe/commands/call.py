@@ -179,7 +179,7 @@ def resume_command(
     """The command line that continues a training, with this process's launcher and --import files.
 
     Args:
-        cfg, data, output, opts: arguments of the training, as in `add_training_arguments`.
+        cfg, data, output, opts: arguments of the training.
         bind: value of --bind.
     """
     words = command_line("train", _launcher()) + import_arguments() + ["--cfg", cfg]
@@ -230,15 +230,3 @@ def run_process(words: Sequence[str]) -> None:
         status = INTERRUPTED
     if status:
         sys.exit(status)
-
-
-def run_training(config: str, data: Path, output: Path, opts: list) -> None:
-    """Start or continue a training with a configuration of this project.
-
-    A finished run is not changed. If the training is told to stop, this process ends too.
-    """
-    arguments = ["--cfg", config, "--data", data, "--output", output]
-    arguments += ["--resume", "auto", "--opts"] + opts
-    run_tool("train", *arguments)
-    if not (output / "summary.json").is_file():
-        sys.exit()

@@ -17,8 +17,6 @@ from swinv2_moe.imports import add_import_argument, imported_files
 from swinv2_moe.output import printable
 
 if TYPE_CHECKING:
-    from yacs.config import CfgNode
-
     from swinv2_moe.tables import Console
 
 _REGISTERED = (  # keys whose allowed values --import can extend
@@ -136,18 +134,6 @@ def check_opts(opts: Sequence[str]) -> None:
     from swinv2_moe.config import default_config, merge_opts
 
     merge_opts(default_config(), opts)
-
-
-def add_training_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add --cfg, --data, --output and --opts. `required`: of --cfg."""
-    add_config_argument(parser, required)
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="the data set (DATA.PATH); a folder of images with train/ and val/",
-    )
-    parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
-    add_opts_argument(parser)
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
@@ -274,12 +260,3 @@ def output_directory(name: str, option: str = "--output") -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"{option} {name}: permission denied to write in it")
     return path
-
-
-def config_from(args: argparse.Namespace) -> CfgNode:
-    """The checked configuration from the arguments."""
-    from swinv2_moe.config import load_config
-
-    if args.output == "":
-        raise UserError("--output is empty, it must be a directory")
-    return load_config(args.cfg, args.opts, data=args.data, output=args.output)

@@ -34,7 +34,7 @@ def main() -> None:
         opts, run = args.opts + opts, str(output / name)
         continuation = resume_command(CONFIG, output=run, opts=opts)
         runs[name] = (load_config(CONFIG, opts, output=run), continuation)
-    from swinv2_moe.train import train
+    from swinv2_moe.train.run import train
 
     summaries = {}
     for name, (config, continuation) in runs.items():

@@ -11,11 +11,26 @@ import os
 import sys
 from pathlib import Path
 
+from yacs.config import CfgNode
+
 from swinv2_moe.commands.call import next_line, resume_command
-from swinv2_moe.commands.options import CommandParser, add_training_arguments, config_from
+from swinv2_moe.commands.options import (
+    CommandParser,
+    add_config_argument,
+    add_opts_argument,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import say
+
+
+def config_from(args: argparse.Namespace) -> CfgNode:
+    """The checked configuration from the arguments."""
+    from swinv2_moe.config import load_config
+
+    if args.output == "":
+        raise UserError("--output is empty, it must be a directory")
+    return load_config(args.cfg, args.opts, data=args.data, output=args.output)
 
 
 def continue_run(args: argparse.Namespace) -> None:
@@ -41,7 +56,14 @@ def main() -> None:
         metavar="RUN",
         help="a run to continue, with its configuration; without it, --cfg begins one",
     )
-    add_training_arguments(parser, required=False)
+    add_config_argument(parser, required=False)
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="the data set (DATA.PATH); a folder of images with train/ and val/",
+    )
+    parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
+    add_opts_argument(parser)
     parser.add_argument(
         "--resume",
         metavar="auto|DIR",
@@ -72,7 +94,7 @@ def main() -> None:
         say(f"run directory {config.OUTPUT}; importing torch", flush=True)
     import psutil
 
-    from swinv2_moe.train import train
+    from swinv2_moe.train.run import train
 
     began = psutil.Process().create_time()
     summary = train(config, args.resume, continuation, args.bind, began, args.check_files)

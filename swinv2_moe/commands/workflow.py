@@ -9,10 +9,11 @@ printed. When started again, the workflow continues where it stopped.
 """
 
 import shlex
+import sys
 import time
 from pathlib import Path
 
-from swinv2_moe.commands.call import program, run_tool, run_training
+from swinv2_moe.commands.call import program, run_tool
 from swinv2_moe.commands.options import CommandParser, add_opts_argument, check_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import say
@@ -27,6 +28,18 @@ WHERE_PHOTOGRAPHS_ARE = """\
 Data: digits. With photographs: make workflow PRETRAIN=DIR TRANSFER=DIR, for example Tiny-ImageNet
 (http://cs231n.stanford.edu/tiny-imagenet-200.zip) and Imagenette (https://github.com/fastai/imagenette)"""
 MAX_BYTES = 1 << 26  # limit of a file of results
+
+
+def run_training(config: str, data: Path, output: Path, opts: list) -> None:
+    """Start or continue a training with a configuration of this project.
+
+    A finished run is not changed. If the training is told to stop, this process ends too.
+    """
+    arguments = ["--cfg", config, "--data", data, "--output", output]
+    arguments += ["--resume", "auto", "--opts"] + opts
+    run_tool("train", *arguments)
+    if not (output / "summary.json").is_file():
+        sys.exit()
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ swinv2_moe.config` lists every key.
 """
 
 from swinv2_moe.config.checks import check_config, choices
-from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.load import (
     as_opts,
     config_from_text,
@@ -16,33 +15,21 @@ from swinv2_moe.config.load import (
     resolve_batch_size,
 )
 from swinv2_moe.config.schedule import Schedule, parse_schedule
-from swinv2_moe.config.sections import (
-    PUBLISHED_MOE,
+from swinv2_moe.config.tree import (
     AllSections,
-    CheckpointConfig,
-    ExpertsConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
-from swinv2_moe.config.typed import (
     all_sections,
     checkpoint_config,
     data_config,
+    default_config,
+    flatten,
     model_config,
     run_config,
     train_config,
 )
 
 __all__ = [
-    "PUBLISHED_MOE",
     "AllSections",
-    "CheckpointConfig",
-    "ExpertsConfig",
-    "ModelConfig",
-    "RunConfig",
     "Schedule",
-    "TrainConfig",
     "all_sections",
     "as_opts",
     "check_config",

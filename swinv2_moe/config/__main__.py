@@ -10,8 +10,8 @@ import os
 import sys
 
 from swinv2_moe.config.checks import choices
-from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.reference import describe, markdown
+from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
 from swinv2_moe.output import say

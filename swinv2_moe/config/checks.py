@@ -8,13 +8,11 @@ from yacs.config import CfgNode
 
 from moe_core import GATED_ACTIVATIONS, MoEConfig
 from moe_core.options import Option
-from swinv2_moe.config.defaults import flatten
 from swinv2_moe.config.schedule import parse_schedule
-from swinv2_moe.config.sections import ExpertsConfig, key_options
-from swinv2_moe.config.typed import layer_config
+from swinv2_moe.config.tree import flatten, key_options, layer_config
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_type
+from swinv2_moe.models.section import TRUNKS, ExpertsConfig, trunk_of
 
 # Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
 # can be used. Experts that choose always take as many tokens as their capacity: CAPACITY_AUTO would
@@ -34,18 +32,18 @@ def choices() -> dict[str, Collection]:
 
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
+    _check_choice("MODEL.TYPE", config.MODEL.TYPE, TRUNKS)
+    trunk = trunk_of(config)
+    unused = tuple(f"MODEL.{other.group}." for other in TRUNKS.values() if other is not trunk)
     flat = flatten(config)
-    for name, option in key_options().items():
+    used = {key: one for key, one in key_options().items() if not key.startswith(unused)}
+    for name, option in used.items():
         if option.choices:
             _check_choice(name, flat[name], option.allowed())
-    section = model_type(config).section
-    prefix = f"MODEL.{section.name}"
-    for name, option in key_options().items():
+    for name, option in used.items():
         if isinstance(flat[name], (int, float)):
             _check_range(name, flat[name], option)
-    for key, (low, high) in section.ranges.items():
-        _check_range(f"{prefix}.{key}", flat[f"{prefix}.{key}"], Option("", low, high))
-    section.check(config)
+    trunk.check(config)
     _check_strategy(config)
     _check_routing_schedules(config)
     _check_experts(config)

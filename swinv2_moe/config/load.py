@@ -14,8 +14,8 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config, check_settings, choices, order_words
-from swinv2_moe.config.defaults import default_config, flatten
 from swinv2_moe.config.retired import ONCE_BOOL, RETIRED, merged, shown, translate, warn_once
+from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.config_files import find_config
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short

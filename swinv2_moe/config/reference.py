@@ -9,12 +9,10 @@ import textwrap
 from dataclasses import fields
 from math import inf
 
-from moe_core.options import Option, options
-from swinv2_moe.config.defaults import default_config, flatten
+from moe_core.options import options
 from swinv2_moe.config.load import nearest_key
-from swinv2_moe.config.sections import SECTIONS, key_options
+from swinv2_moe.config.tree import default_config, flatten, groups, key_options
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_types
 
 _HEAD = """\
 # Every configuration key
@@ -67,15 +65,11 @@ def describe(prefix: str) -> str:
 def meanings() -> dict[str, str]:
     """The meaning of each key, of the sections' fields and of model types."""
     by_key: dict[str, str] = {}
-    for group, section in SECTIONS:
+    for group, section in groups():
         names = {field.name for field in fields(section)}
         for field, option in options(section):
             key = f"{group}.{field.name.upper()}".lstrip(".")
             by_key.setdefault(key, _with_keys(option.meaning, names))
-    for registered in model_types().values():
-        trunk = registered.section
-        for key, meaning in trunk.meanings.items():
-            by_key[f"MODEL.{trunk.name}.{key}"] = meaning
     return by_key
 
 
@@ -92,11 +86,7 @@ def _with_keys(text: str, names: set[str]) -> str:
 
 def _types() -> dict[str, str]:
     """The type of each key's value, or the values that it may have."""
-    by_key = dict(key_options())
-    for registered in model_types().values():
-        section = registered.section
-        for name, limits in section.ranges.items():
-            by_key[f"MODEL.{section.name}.{name}"] = Option("", *limits)
+    by_key = key_options()
     types = {}
     for key, default in flatten(default_config()).items():
         types[key] = type(default).__name__

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import ModelConfig, config_from_text, model_config
+from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -28,8 +28,9 @@ from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.forms import COUNT, TEXT, list_of
-from swinv2_moe.model_types import model_section, model_types
 from swinv2_moe.models import MoEModel, build_model, load_dense
+from swinv2_moe.models.build import model_class
+from swinv2_moe.models.section import ModelConfig, trunk_group
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train import initial
@@ -81,7 +82,7 @@ def import_weights(
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
-        stages = len(model_section(config).get("DEPTHS", [0]) or [])
+        stages = len(trunk_group(config).get("DEPTHS", [0]) or [])
         trained = initial.settings_of_weights(str(source), stages)
         config, notes = initial.take_over(config, trained, str(source))
         section = model_config(config)
@@ -244,7 +245,7 @@ def _num_classes(
     state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The number of classes of the classifier in `state`, under timm's or Microsoft's name."""
-    model: type[MoEModel] = model_types()[config.type].model
+    model = model_class(config.type)
     name = f"{model.classifier}.weight"
     head = state.get(name, state.get("head.weight"))
     num_classes = config.num_classes

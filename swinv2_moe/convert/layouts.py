@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from moe_core import MoELayer, moe_layers
 from moe_core.tutel import count_tutel_experts, from_tutel, to_tutel
-from swinv2_moe.config import ModelConfig
 from swinv2_moe.convert.files import Sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weights import RECOMPUTED
 
 _FC1 = "experts.batched_fc1_w"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from swinv2_moe.config import ModelConfig, config_from_text, model_config
+from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_types
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.train.checkpoint import checkpoints_below, damage_of, read_meta
 
 
@@ -83,8 +83,8 @@ def _epoch(training: dict | None) -> float | None:
 
 def describe_model(config: ModelConfig) -> str:
     """Type, sizes and experts of a model in one line."""
-    layer, keys = config.experts.layer, model_types()[config.type].section.sizes
-    sizes = [f"{name} {_joined(config.trunk[key.lower()])}" for name, key in keys.items()]
+    layer, trunk = config.experts.layer, config.trunk
+    sizes = [f"{name} {_joined(getattr(trunk, key))}" for name, key in trunk.sizes.items()]
     experts = "dense"
     if layer is not None:
         experts = f"{layer.num_experts} experts, top-{layer.top_k}, {layer.router} router"

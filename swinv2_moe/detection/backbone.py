@@ -14,8 +14,8 @@ from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups
 from swinv2_moe.detection.weights import load_pretrained
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_types
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
+from swinv2_moe.models.build import MODELS as MODEL_TYPES
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 from swinv2_moe.models.weights import rank_experts
 from swinv2_moe.train.initial import TrainedWith
@@ -210,8 +210,7 @@ def _strategy(value: str | dict | None) -> ParallelStrategy | str:
 
 def _forms() -> dict[str, type[SwinTransformerV2MoE]]:
     """The model types that run at any image size: those with SwinV2's windows."""
-    models = {name: model_type.model for name, model_type in model_types().items()}
-    return {name: cls for name, cls in models.items() if issubclass(cls, SwinTransformerV2MoE)}
+    return {name: cls for name, cls in MODEL_TYPES.items() if issubclass(cls, SwinTransformerV2MoE)}
 
 
 def _check_names(trunk: dict) -> None:

@@ -8,7 +8,6 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from moe_core import moe_layers, strategy_decisions
-from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.detection.weights import sharded_experts
 from swinv2_moe.files import read_json, replace_link
 from swinv2_moe.forms import NUMBER, record
@@ -16,6 +15,7 @@ from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import optimizer_sections
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import Tuning
+from swinv2_moe.train.section import CheckpointConfig
 
 _RECORD = record({"score": NUMBER})
 _MAX_RECORD = 1 << 20  # bytes

@@ -155,7 +155,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
     if resume not in (None, "auto"):
         config.load_from = resume
     use_trained_classes(config, starting_checkpoint(config, resume), ["train", "val"])
-    with _world(config) as world, only_run(Path(config.work_dir), world, "--output"):
+    with _world(config) as world, only_run(Path(config.work_dir), world):
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
             runner.logger.info(f"imported {file}")

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from moe_core.files import fsync, fsync_and_hash
-from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -29,6 +28,7 @@ from swinv2_moe.export.comparison import (
 )
 from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.models import MoEModel
+from swinv2_moe.models.section import ExpertsConfig
 from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured

@@ -23,13 +23,14 @@ from torch import nn
 
 from moe_core import MoEConfig, expert_parameters, moe_layers
 from moe_core.parallel import PROFILES, Link, Machine, ParallelStrategy, calibrate, cost_model
-from swinv2_moe.config import ModelConfig, TrainConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json, write_json
 from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null, record
 from swinv2_moe.models.build import build_model, count
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.plots import new_figure, save_png, tidy
 from swinv2_moe.train.distributed import open_world
+from swinv2_moe.train.section import TrainConfig
 
 LARGEST = 4096  # GPUs
 ASSUMED_CLASSES = 1000  # if the data determine the number of classes

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from moe_core.parallel import Machine, ParallelStrategy
-from swinv2_moe.config import ExpertsConfig, TrainConfig, all_sections
+from swinv2_moe.config import all_sections
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import cluster
 from swinv2_moe.measure.run_record import RunRecord, read_run
 from swinv2_moe.models.build import configured_strategy
+from swinv2_moe.models.section import ExpertsConfig
+from swinv2_moe.train.section import TrainConfig
 
 _SHARED = ("data", "validation")  # phases whose images are divided over the GPUs
 _FACTORS = (1e-4, 1e4)  # limits of the factor between the machine and its profile

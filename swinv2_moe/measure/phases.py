@@ -52,12 +52,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from moe_core import moe_layers
-from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.models import MoEModel
 from swinv2_moe.train.meta import describe
 from swinv2_moe.train.saver import Cost, Saver
+from swinv2_moe.train.section import CheckpointConfig
 from swinv2_moe.train.step import TrainingStep
 
 PHASES = (

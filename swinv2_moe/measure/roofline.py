@@ -28,14 +28,7 @@ from yacs.config import CfgNode
 
 from moe_core.files import fsync
 from moe_core.parallel import ExpertGroup, all_to_all
-from swinv2_moe.config import (
-    AllSections,
-    TrainConfig,
-    all_sections,
-    flatten,
-    resolve_batch_size,
-    run_config,
-)
+from swinv2_moe.config import AllSections, all_sections, flatten, resolve_batch_size, run_config
 from swinv2_moe.data.build import Data, build_data
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
@@ -49,6 +42,7 @@ from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.progress import steps_per_epoch
+from swinv2_moe.train.section import TrainConfig
 from swinv2_moe.train.step import TrainingStep
 
 if TYPE_CHECKING:

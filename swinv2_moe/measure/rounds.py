@@ -28,42 +28,31 @@ def interleaved(
     rounds: int,
     warmup: int = 2,
     world: World | None = None,
-    turns: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-    before_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
     """Time alternatives in rounds. Each round runs all of them.
 
-    Other work on the machine then slows all alternatives alike. Every second turn runs them in
+    Other work on the machine then slows all alternatives alike. Every second round runs them in
     reverse order, so that no alternative always follows the one with the largest memory use.
 
     Args:
         warmup: rounds that are run first and not counted.
         world: every rank calls this with the same alternatives. The ranks start each alternative
             together, and the slowest rank's time counts. None: this process alone.
-        turns: calls of each alternative in a round; their times are added.
-        clock: returns seconds, such as `time.process_time`.
-        before_round: called before each round; not timed.
 
     Returns:
         Milliseconds of each alternative in each round.
     """
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     for round_number in range(-warmup, rounds):
-        before_round()
-        seconds = dict.fromkeys(alternatives, 0.0)
-        for turn in range(turns):
-            names = list(alternatives)
-            is_reversed = (round_number + turn) % 2 == 1
-            if is_reversed:
-                names.reverse()
-            for name in names:
-                if world is not None:
-                    world.barrier()
-                seconds[name] += _seconds(alternatives[name], clock)
-        if round_number >= 0:
-            for name in alternatives:
-                times[name].append(1e3 * seconds[name])
+        names = list(alternatives)
+        if round_number % 2 == 1:
+            names.reverse()
+        for name in names:
+            if world is not None:
+                world.barrier()
+            seconds = _seconds(alternatives[name])
+            if round_number >= 0:
+                times[name].append(1e3 * seconds)
     run = uuid.uuid4().hex[:8]
     times_of_ranks = [times]
     if world is not None:
@@ -75,12 +64,12 @@ def interleaved(
     return slowest
 
 
-def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     synchronize()
-    start = clock()
+    start = time.perf_counter()
     work()
     synchronize()
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:

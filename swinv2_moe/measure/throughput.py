@@ -39,14 +39,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import (
-    AllSections,
-    ModelConfig,
-    all_sections,
-    flatten,
-    model_config,
-    run_config,
-)
+from swinv2_moe.config import AllSections, all_sections, flatten, model_config, run_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
@@ -61,6 +54,7 @@ from swinv2_moe.measure.rounds import (
 from swinv2_moe.measure.spread import Times, latencies, quartiles, ratios
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.models.build import configured_strategy
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start

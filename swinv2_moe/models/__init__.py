@@ -1,37 +1,13 @@
 """Models with mixtures of experts.
 
-Importing this registers every model type, that is every file `*_moe.py` here, and its names with
-timm.
+The names of `__all__` come with every model type and its names for timm, when the first of them is
+used. The configuration reads `swinv2_moe.models.section` without torch.
 """
 
-import importlib
-import pkgutil
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from swinv2_moe.models import registry  # noqa: F401
-from swinv2_moe.models.build import (
-    Complexity,
-    build_model,
-    configured_windows,
-    measure_model,
-    model_arguments,
-)
-from swinv2_moe.models.moe_mlp import (
-    MoEMlp,
-    block_name,
-    frozen_moe,
-    separate_aux_loss,
-    take_aux_loss,
-)
-from swinv2_moe.models.protocol import MoEModel, WithAuxLoss
-from swinv2_moe.models.swin_moe import SwinTransformerMoE
-from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
-from swinv2_moe.models.weights import load_dense, load_strict
-
-for _module in pkgutil.iter_modules(__path__):
-    if _module.name.endswith("_moe"):
-        importlib.import_module(f"{__name__}.{_module.name}")
-
-__all__ = [
+__all__ = [  # noqa: F405
     "Complexity",
     "MoEMlp",
     "MoEModel",
@@ -49,3 +25,12 @@ __all__ = [
     "separate_aux_loss",
     "take_aux_loss",
 ]
+
+if TYPE_CHECKING:
+    from swinv2_moe.models.api import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("swinv2_moe.models.api"), name)

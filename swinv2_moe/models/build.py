@@ -1,6 +1,9 @@
 """Build the model of a configuration, and count its parameters and multiply-accumulates on the meta
 device, without memory or computation."""
 
+import importlib
+import pkgutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +11,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
-from swinv2_moe.config import ExpertsConfig, ModelConfig
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import model_types
 from swinv2_moe.models.protocol import MoEModel
+from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig
+
+# Model types register themselves, and in registry.py their names for timm.
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    if _module.name.endswith("_moe") or _module.name == "registry":
+        importlib.import_module(f"swinv2_moe.models.{_module.name}")
 
 _LAYER_NORM = {
     torch.ops.aten.native_layer_norm: lambda shape, *_, out_shape=None, **__: 2 * shape.numel()
@@ -25,6 +32,11 @@ class Complexity(NamedTuple):
 
     parameters: int
     macs: int
+
+
+def model_class(name: str) -> type[MoEModel]:
+    """The class of a value of MODEL.TYPE."""
+    return MODELS[name]
 
 
 def build_model(
@@ -47,7 +59,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
     strategy: ParallelStrategy | str = ParallelStrategy()
     if group:
         strategy = configured_strategy(config.experts)
-    return model_types()[config.type].model(
+    return model_class(config.type)(
         **model_arguments(config, num_classes), expert_group=group, expert_strategy=strategy
     )
 
@@ -56,7 +68,7 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
     """The arguments of the model's class, without those about ranks; ready for JSON."""
     experts = config.experts
     return {
-        **config.trunk,
+        **vars(config.trunk),
         "img_size": config.img_size,
         "in_chans": config.in_chans,
         "num_classes": num_classes,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.config import PUBLISHED_MOE
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
+from swinv2_moe.models.section import PUBLISHED_MOE
 
 _log = logging.getLogger(__name__)
 # The experts' biases have two dimensions, so timm does not recognise them as biases.

@@ -13,10 +13,9 @@ from timm.models import swin_transformer, swin_transformer_v2
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 
-from swinv2_moe.model_sections import SWINV2
-from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import DotProductWindowAttention
 from swinv2_moe.models.protocol import MoEModel
+from swinv2_moe.models.section import SwinV2Config, register_model_type
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
 
@@ -42,7 +41,7 @@ class PreNormMerging(swin_transformer_v2.PatchMerging):
     forward = swin_transformer.PatchMerging.forward
 
 
-@register_model_type("swin_moe", SWINV2)
+@register_model_type("swin_moe", SwinV2Config)
 class SwinTransformerMoE(SwinTransformerV2MoE):
     """The released architecture, with the arguments of SwinTransformerV2MoE. FFNs and experts have
     no second bias."""

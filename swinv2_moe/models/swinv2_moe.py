@@ -9,15 +9,14 @@ from timm.models.swin_transformer_v2 import (
 )
 from torch import Tensor, nn
 
-from swinv2_moe.model_sections import SWINV2
-from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.attention import FusedWindowAttention
 from swinv2_moe.models.norm_position import NORM_POSITIONS, set_norm_position
 from swinv2_moe.models.positions import check_windows, windows_of_model, windows_of_tables
 from swinv2_moe.models.protocol import MoEModel
+from swinv2_moe.models.section import SwinV2Config, register_model_type
 
 
-@register_model_type("swinv2_moe", SWINV2)
+@register_model_type("swinv2_moe", SwinV2Config)
 class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     """timm's SwinTransformerV2 (any of its arguments, by keyword) with fused attention and experts.
 

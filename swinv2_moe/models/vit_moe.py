@@ -12,12 +12,11 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from swinv2_moe.model_sections import VIT
-from swinv2_moe.model_types import register_model_type
 from swinv2_moe.models.protocol import MoEModel
+from swinv2_moe.models.section import VitConfig, register_model_type
 
 
-@register_model_type("vit_moe", VIT)
+@register_model_type("vit_moe", VitConfig)
 class VisionTransformerMoE(MoEModel, VisionTransformer):
     """timm's VisionTransformer (any of its arguments, by keyword) with experts in `moe_blocks`.
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_core import ExpertShard, MoELayer, moe_layers
-from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
 from swinv2_moe.models.protocol import MoEModel
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_weights, unwrapped, without_prefixes
 
 _DENSE_FFN = re.compile(r"(?P<block>(.+\.)?blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")

@@ -1,5 +1,1 @@
-"""Training runs."""
-
-from swinv2_moe.train.run import train
-
-__all__ = ["train"]
+"""Training runs: `swinv2_moe.train.run.train`."""

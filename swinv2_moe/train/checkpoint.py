@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash
-from swinv2_moe.config import ModelConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import publish_directory
-from swinv2_moe.model_types import model_types
 from swinv2_moe.models import MoEModel
+from swinv2_moe.models.build import model_class
 from swinv2_moe.models.positions import check_windows
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
@@ -407,7 +407,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
     Raises:
         UserError: the checkpoint has no classifier.
     """
-    model: type[MoEModel] = model_types()[config.type].model
+    model = model_class(config.type)
     weight = f"{model.classifier}.weight"
     try:
         with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:

@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_core import MoEConfig
 from swinv2_moe.config import (
     AllSections,
-    ModelConfig,
     all_sections,
     as_opts,
     config_from_text,
@@ -31,6 +30,7 @@ from swinv2_moe.data.sources.base import relabelled
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.checkpoint import Checkpoint

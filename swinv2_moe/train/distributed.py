@@ -32,8 +32,8 @@ from moe_core.parallel import (
     make_expert_groups,
     parse_strategy,
 )
-from swinv2_moe.config import ExpertsConfig
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.section import ExpertsConfig
 from swinv2_moe.threads import keep_freed_memory
 
 T = TypeVar("T")

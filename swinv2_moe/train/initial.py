@@ -20,7 +20,6 @@ from torch import Tensor
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
-    ModelConfig,
     config_from_text,
     flatten,
     given_keys,
@@ -29,7 +28,6 @@ from swinv2_moe.config import (
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.data.classes import match_classes
 from swinv2_moe.errors import UserError, shortened
-from swinv2_moe.model_types import model_section, model_type
 from swinv2_moe.models import MoEModel, configured_windows, load_dense
 from swinv2_moe.models.hub import (
     description,
@@ -42,6 +40,7 @@ from swinv2_moe.models.hub import (
     windows_of_name,
 )
 from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
 from swinv2_moe.train.checkpoint import (
@@ -93,7 +92,7 @@ def as_trained(
         return config, notes if model.UPCYCLE == "run" else []
     if not model.PRETRAINED:
         return config, []
-    stages = len(model_section(config).get("DEPTHS", [0]) or [])
+    stages = len(trunk_group(config).get("DEPTHS", [0]) or [])
     if is_hub_name(model.PRETRAINED):
         _fetch_weights(model.PRETRAINED, world)
     trained = world.everywhere(lambda: settings_of_weights(model.PRETRAINED, stages))
@@ -201,7 +200,7 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
         group, _, last = key.rpartition(".")
         config[group][last] = value
         taken.append(f"{key} {value}")
-    group, windows = model_type(config).section.name, list(trained.windows)
+    group, windows = trunk_of(config).group, list(trained.windows)
     trunk = config.MODEL[group]
     configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
     may_change = not any(configured) and len(configured) == len(windows)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_core import cpu_computes_in, expert_parameters, moe_layers
-from swinv2_moe.config import AllSections, RunConfig, TrainConfig
+from swinv2_moe.config import AllSections
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import placed_like
+from swinv2_moe.train.section import RunConfig, TrainConfig
 
 _REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 _BETAS = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments

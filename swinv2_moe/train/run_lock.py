@@ -20,14 +20,11 @@ _MAX_ATTEMPTS = 100
 
 
 @contextmanager
-def only_run(directory: Path, world: World, option: str = "--output") -> Iterator[None]:
+def only_run(directory: Path, world: World) -> Iterator[None]:
     """Lock `directory` until the end of the block. Collective.
 
     Take the lock before reading the directory, since another run may write or remove checkpoints
     until then. Missing directories are created, and removed at the end if they are still empty.
-
-    Args:
-        option: the option that names the directory, for messages.
 
     Raises:
         UserError: another run holds the lock, or the directory cannot be created or written to.
@@ -37,7 +34,7 @@ def only_run(directory: Path, world: World, option: str = "--output") -> Iterato
     problem = None
     if world.is_main:
         try:
-            lock = _acquire(directory, option)
+            lock = _acquire(directory)
         except UserError as error:
             problem = str(error)
     try:
@@ -50,18 +47,19 @@ def only_run(directory: Path, world: World, option: str = "--output") -> Iterato
             _release(lock, directory, missing)
 
 
-def _acquire(directory: Path, option: str) -> ExitStack:
+def _acquire(directory: Path) -> ExitStack:
+    name = f"--output {directory}"
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if not existing.is_dir():
-        raise UserError(f"{option} {directory}: {existing} is a file, a run needs a directory")
+        raise UserError(f"{name}: {existing} is a file, a run needs a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {directory}: permission denied to write in {existing}")
+        raise UserError(f"{name}: permission denied to write in {existing}")
     try:
-        lock = _lock(directory, f"{option} {directory}")
+        lock = _lock(directory, name)
     except OSError as error:
-        raise UserError(f"{option} {directory}: cannot be written ({error.strerror})") from error
+        raise UserError(f"{name}: cannot be written ({error.strerror})") from error
     if lock is None:
-        raise UserError(f"{option} {directory}: another run is writing there")
+        raise UserError(f"{name}: another run is writing there")
     return lock
 
 

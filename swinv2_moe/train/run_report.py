@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from moe_core import moe_layers
-from swinv2_moe.config import TrainConfig
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.models import Complexity
@@ -18,6 +17,7 @@ from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import accounted_share
 from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.section import TrainConfig
 
 # Range of a schedule's highest learning rate. Published recipes are well within it. There is no
 # warning for 0.

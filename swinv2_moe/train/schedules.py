@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from moe_core import strategy_tuners
 from moe_core.parallel import TunerEvent
-from swinv2_moe.config import ExpertsConfig, parse_schedule
+from swinv2_moe.config import parse_schedule
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.models.section import ExpertsConfig
 
 STEPS = 16  # number of last steps that the automatic capacity considers
 CHECK_STEPS = 10  # optimiser steps between two checks of the decided strategies' times
@@ -109,20 +110,16 @@ class RoutingSchedule:
 class Tuning:
     """The tuners of a model's layers: regular checks for a drift, and a record of decisions.
 
-    There are none unless MODEL.MOE.STRATEGY is "auto" on several ranks.
-
-    Args:
-        check_steps: optimiser steps between two checks. Each check is a collective.
+    There are none unless MODEL.MOE.STRATEGY is "auto" on several ranks. Each check is a collective.
     """
 
-    def __init__(self, model: nn.Module, check_steps: int = CHECK_STEPS) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._tuners = strategy_tuners(model)
-        self._check_steps = check_steps
 
     def after_step(self, step: int) -> list[dict]:
-        """Check the decided strategies every `check_steps` steps, and return `take_events()`. Every
+        """Check the decided strategies every CHECK_STEPS steps, and return `take_events()`. Every
         rank calls this after each optimiser step."""
-        if step % self._check_steps == 0:
+        if step % CHECK_STEPS == 0:
             for tuner in self._tuners:
                 tuner.check()
         return self.take_events()

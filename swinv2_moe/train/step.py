@@ -18,7 +18,6 @@ from moe_core import (
     reset_balance_loads,
     update_balance,
 )
-from swinv2_moe.config import TrainConfig
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
@@ -26,6 +25,7 @@ from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
+from swinv2_moe.train.section import TrainConfig
 
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
 

@@ -12,8 +12,8 @@ from tool_cases import Finished, command, words
 
 from swinv2_moe.commands.sweep import Jobs
 from swinv2_moe.config import load_config
-from swinv2_moe.train import train
 from swinv2_moe.train.meta import read_meta
+from swinv2_moe.train.run import train
 
 # Three blocks at 16 px; no workers, since starting them costs more than the run.
 SMALL = (

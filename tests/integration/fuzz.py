@@ -39,8 +39,8 @@ from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.models import build_model, load_dense
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import find_checkpoint, read_weights_of
+from swinv2_moe.train.run import train
 
 SECONDS, BYTES = 20, 1 << 30
 GOOD = ("refused", "right")  # how a case may end

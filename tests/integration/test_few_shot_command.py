@@ -11,8 +11,8 @@ from tool_cases import assert_one_line, command
 
 from moe_core.files import fsync_and_hash
 from swinv2_moe.config import load_config
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import read_meta, write_meta
+from swinv2_moe.train.run import train
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from gloo_processes import DEADLINE, ROOT
 
-from swinv2_moe import train as train_package
-from swinv2_moe.commands import call, quickstart
+from swinv2_moe.commands import call, quickstart, workflow
+from swinv2_moe.train import run as run_module
 
 COMMANDS = sorted(
     str(path.relative_to(ROOT))
@@ -193,20 +193,20 @@ time.sleep(600)
 
 def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
     ran, run = [], tmp_path / "run"
-    monkeypatch.setattr(call, "run_tool", lambda *words: ran.append(words))
+    monkeypatch.setattr(workflow, "run_tool", lambda *words: ran.append(words))
     with pytest.raises(SystemExit) as ended:
-        call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+        workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert not ended.value.code
     run.mkdir()
     (run / "summary.json").touch()
-    call.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
+    workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
     assert len(ran) == 2
 
 
 def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):
     trained, new = [], str(tmp_path / "new")
     monkeypatch.setattr(
-        train_package, "train", lambda config, resume_command: trained.append(resume_command)
+        run_module, "train", lambda config, resume_command: trained.append(resume_command)
     )
     words = ["tools/quickstart.py", "--output", new, "--opts", "SEED", "3"]
     monkeypatch.setattr(sys, "argv", words)

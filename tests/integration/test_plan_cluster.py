@@ -13,7 +13,7 @@ from tool_cases import Finished, assert_one_line, command
 from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.measure import cluster
-from swinv2_moe.train import train
+from swinv2_moe.train.run import train
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart_digits.yaml"

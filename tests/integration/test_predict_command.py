@@ -19,8 +19,8 @@ from swinv2_moe.data import ImageFiles
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.images import FORMATS
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.deployed import open_deployed
+from swinv2_moe.train.run import train
 
 
 @pytest.fixture

@@ -185,8 +185,8 @@ def test_listings_need_no_torch(name, run):
 
 
 def test_a_model_that_has_its_section_in_its_own_file_is_found(run):
-    code = "from swinv2_moe import model_types as m; del m._TYPES['vit_moe']"
-    done = run(f"{code}; print(*m.model_types())")
+    code = "from swinv2_moe.models import section as s; del s.TRUNKS['vit_moe']"
+    done = run(f"{code}; s.import_own_types(); print(*s.TRUNKS)")
     assert done.stdout == "swinv2_moe swin_moe vit_moe\n"
     assert "torch" in done.imported
 
@@ -256,3 +256,8 @@ def test_the_endings_of_images_begin_with_torchvisions():
 def test_timm_knows_the_models_in_either_order_of_imports(order):
     code = f"import {order}; print(timm.is_model('swinv2_moe_tiny_window8_256'))"
     assert alone(code) == "True\n"
+
+
+def test_a_module_of_the_models_may_be_the_first_that_imports_timm():
+    code = "import swinv2_moe.models.attention, timm; from swinv2_moe.models import build_model"
+    assert alone(f"{code}; print(timm.is_model('swinv2_moe_tiny_window8_256'))") == "True\n"

@@ -1,6 +1,6 @@
 """The quickstart compares a model with experts and the dense one, whatever --opts says."""
 
-import swinv2_moe.train
+import swinv2_moe.train.run
 from swinv2_moe.commands import quickstart
 
 SUMMARY = {"val_top1": 50.0, "best_val_top1": 50.0, "parameters": 1, "active_macs": 1}
@@ -14,7 +14,7 @@ def test_opts_set_the_number_of_experts_but_not_of_the_dense_model(tmp_path, mon
         trained.append(config.MODEL.MOE.NUM_EXPERTS)
         return SUMMARY
 
-    monkeypatch.setattr(swinv2_moe.train, "train", train)
+    monkeypatch.setattr(swinv2_moe.train.run, "train", train)
     arguments = ["quickstart", "--output", str(tmp_path / "out")]
     arguments += ["--opts", "MODEL.MOE.NUM_EXPERTS", "4"]
     monkeypatch.setattr("sys.argv", arguments)

@@ -7,7 +7,6 @@ import pytest
 from moe_core import MoEConfig
 from moe_core.options import Option, option, options
 from swinv2_moe.config import (
-    PUBLISHED_MOE,
     as_opts,
     checkpoint_config,
     data_config,
@@ -20,6 +19,7 @@ from swinv2_moe.config import (
 )
 from swinv2_moe.config.reference import describe
 from swinv2_moe.errors import UserError
+from swinv2_moe.models.section import PUBLISHED_MOE
 
 EXPERTS = {"MODEL.MOE.NUM_EXPERTS": 4, "MODEL.MOE.BLOCKS": [[], [], [1], []]}
 # MODEL.MOE's defaults that are not MoEConfig's: the published recipe (arXiv 2206.03382, section 5),

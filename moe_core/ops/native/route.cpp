@@ -21,26 +21,16 @@ struct Routing {
   bool sigmoid, normalize;
 };
 
-// The largest of the keys [E, 16] of each of 16 tokens, and its expert; of equal keys the lowest expert. Two halves of the
-// experts: a comparison need not wait for the one before.
+// The largest of the keys [E, 16] of each of 16 tokens, and its expert; of equal keys the lowest expert.
 V largest(const float* keys, long E, int32_t* experts) {
-  const long half = (E + 1) / 2;
-  V top;
-  EACH_PIECE {
-    const auto key = [&](long e) { return load(keys + 16 * e).p[i]; };
-    const auto number = [](long e) { return IntLanes{} + static_cast<int32_t>(e); };
-    Lanes low = key(0), high = key(half - E % 2);
-    IntLanes low_at = number(0), high_at = number(half - E % 2);
-    for (long e = 1; e < half; e++) {
-      const long f = half - E % 2 + e;
-      const Lanes a = key(e), b = key(f);
-      low_at = a > low ? number(e) : low_at, high_at = b > high ? number(f) : high_at;
-      low = a > low ? a : low, high = b > high ? b : high;
-    }
-    low_at = high > low ? high_at : low_at, low = high > low ? high : low;
-    top.p[i] = low;
-    std::memcpy(experts + i * kLanes, &low_at, sizeof low_at);
+  V top = broadcast(-INFINITY);
+  Ints at = {};
+  for (int32_t e = 0; e < E; e++) {
+    const V key = load(keys + 16 * e);
+    EACH_PIECE at.p[i] = key.p[i] > top.p[i] ? IntLanes{} + e : at.p[i];
+    top = larger(key, top);
   }
+  store(experts, at);
   return top;
 }
 

@@ -214,6 +214,14 @@ INLINE void copy_first(T* to, const T* from, long count) {
   if (count > 0) std::memcpy(to, from, count * sizeof(T));
 }
 INLINE V load(const float* p, long count = 16) {
+#if defined(__AVX2__)
+  if (count < 16) {  // GCC would call memcpy
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    V v;
+    EACH_PIECE v.p[i] = _mm256_maskload_ps(p + 8 * i, _mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8 * i), places));
+    return v;
+  }
+#endif
   float numbers[16] = {};
   if (count < 16) copy_first(numbers, p, count), p = numbers;
   V v;

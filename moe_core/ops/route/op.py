@@ -88,37 +88,41 @@ def route(
     Args:
         noise: [T, E]; None: no noise.
     """
+    form = _form_of(logits, settings)
     if isinstance(logits, LinearLogits):
-        if _fuses_product(logits, settings):
-            return _in_one_kernel(logits.tokens, logits.weight, noise, settings, logits.dtype)
+        if form == "route.triton" and _fuses_product(logits, settings):
+            tokens, weight, dtype = logits
+            return _in_one_kernel(tokens, weight, noise, settings, form, dtype)
         logits = logits.value()
-    if in_transform(logits) or _form_of(logits, settings) == "route.reference":
+    if form == "route.reference":
         noisy = reference.add_noise(logits, noise, settings.noise_std)
         gates, ids, probs = reference.route(
             noisy, settings.top_k, settings.normalize, settings.activation
         )
         return RoutedTokens(gates, ids, probs, None, logits, noisy, None)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    routed = _in_one_kernel(logits, None, noise, settings, logits.dtype)
+    routed = _in_one_kernel(logits, None, noise, settings, form, logits.dtype)
     return routed._replace(logits=logits, inputs=None)
 
 
-def _form_of(x: Tensor, settings: RouteSettings) -> str:
-    return select("route", Request(settings.kernels, x.device.type, x.dtype))
+def _form_of(logits: Tensor | LinearLogits, settings: RouteSettings) -> str:
+    x, dtype = logits, logits.dtype
+    if isinstance(x, LinearLogits):
+        x = x.tokens
+        dtype = torch.promote_types(x.dtype, torch.float32)
+    if in_transform(x):
+        return "route.reference"
+    return select("route", Request(settings.kernels, x.device.type, dtype))
 
 
 def _fuses_product(logits: LinearLogits, settings: RouteSettings) -> bool:
-    """Whether the Triton form computes these logits."""
+    """Whether the Triton form computes these logits from the tokens."""
     tokens, weight, _ = logits
     if weight.dtype != torch.float32 or weight.shape[1] != tokens.shape[1]:
         return False
     if weight.shape[0] > _MOST_EXPERTS or settings.loss not in KERNEL_LOSSES:
         return False
-    if settings.activation != "softmax":
-        return False
-    if tokens.dtype not in _TOKEN_DTYPES or in_transform(tokens):
-        return False
-    return _form_of(tokens, settings) == "route.triton"
+    return settings.activation == "softmax" and tokens.dtype in _TOKEN_DTYPES
 
 
 def _in_one_kernel(
@@ -126,11 +130,11 @@ def _in_one_kernel(
     weight: Tensor | None,
     noise: Tensor | None,
     settings: RouteSettings,
+    form: str,
     dtype: torch.dtype,
 ) -> RoutedTokens:
     """x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`."""
     top_k, normalize, loss, noise_std, loss_noise_std, kernels, activation = settings
-    form = _form_of(x, settings)
     computes_loss = loss in _LOSSES[form]
     if not computes_loss:
         loss = "none"

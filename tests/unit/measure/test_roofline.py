@@ -18,13 +18,13 @@ from trainer_cases import make_batch, make_step
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
 from moe_core.parallel.cost_model import LayerShape, volume
-from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import phases, roofline
 from swinv2_moe.measure.configurations import repeatable_step
 from swinv2_moe.measure.phases import Work, bytes_read
 from swinv2_moe.measure.roofline import Peak, Phase, Roofline, draw
 from swinv2_moe.measure.spread import Times
+from swinv2_moe.train.section import CheckpointConfig
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"
 FLOAT, LONG, INT = 4, 8, 4  # bytes

@@ -49,22 +49,6 @@ def test_rounds_alternate_and_warm_up_does_not_count():
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
 
 
-def test_turns_alternate_and_add_up_to_a_round():
-    order, rounds = [], []
-    seconds = iter(range(1000))
-    times = interleaved(
-        {name: lambda name=name: order.append(name) for name in "ab"},
-        rounds=1,
-        warmup=1,
-        turns=3,
-        clock=lambda: next(seconds),
-        before_round=lambda: rounds.append(len(order)),
-    )
-    assert "".join(order) == "baabba" + "abbaab"
-    assert rounds == [0, 6]
-    assert times == {"a": [3000], "b": [3000]}  # each call takes one tick of the clock
-
-
 def test_one_run_has_one_name_and_every_run_another():
     first, second = (interleaved({"a": int, "b": int}, rounds=2, warmup=0) for _ in range(2))
     assert first["a"].run == first["b"].run

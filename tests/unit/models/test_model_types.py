@@ -1,27 +1,39 @@
 """A model type of one file: registered by a decorator, then configured, built and checked."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from swinv2_moe import model_types
+from moe_core.options import option
 from swinv2_moe.config import default_config, load_config, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.model_types import Section, model_section, register_model_type
 from swinv2_moe.models import MoEModel, build_model, measure_model
-
-DEFAULTS = {"PATCH_SIZE": 8, "EMBED_DIM": 8, "DEPTH": 2, "NUM_HEADS": 2}
+from swinv2_moe.models.section import MODELS, TRUNKS, Trunk, register_model_type, trunk_group
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_registered(monkeypatch):
-    monkeypatch.setattr(model_types, "_TYPES", dict(model_types.model_types()))
+def nothing_stays_registered():
+    before = dict(TRUNKS), dict(MODELS)
+    yield
+    for registry, content in zip((TRUNKS, MODELS), before, strict=True):
+        registry.clear()
+        registry.update(content)
 
 
-def register() -> None:
-    section = Section("MINE", DEFAULTS, ranges={"DEPTH": (1, 9)})
+@dataclass(frozen=True, kw_only=True)
+class MineConfig(Trunk):
+    group = "MINE"
 
-    @register_model_type("mine", section)
+    patch_size: int = option(8, "pixels")
+    embed_dim: int = option(8, "channels")
+    depth: int = option(2, "blocks", least=1, most=9)
+    num_heads: int = option(2, "heads")
+
+
+def register(trunk: type[Trunk] = MineConfig) -> None:
+    @register_model_type("mine", trunk)
     class Mine(MoEModel, VisionTransformer):
         def block_stages(self):
             return [self.blocks]
@@ -32,7 +44,7 @@ def test_a_type_of_ones_own_is_configured_and_built():
     opts = "MODEL.TYPE mine MODEL.MINE.EMBED_DIM 16 DATA.IMG_SIZE 16 DATA.CHANNELS 1"
     opts += " DATA.MEAN [0.5] DATA.STD [0.5] MODEL.MOE.NUM_EXPERTS 2 MODEL.MOE.BLOCKS [[1]]"
     config = load_config(None, opts.split())
-    assert model_section(config).EMBED_DIM == 16
+    assert trunk_group(config).EMBED_DIM == 16
     model = build_model(model_config(config), num_classes=3)
     assert type(model).__name__ == "Mine"
     logits, aux_loss = model.forward_with_aux(torch.randn(2, 1, 16, 16))
@@ -64,4 +76,15 @@ def test_defaults_are_not_shared():
 
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(ValueError, match="'vit_moe' is registered already"):
-        register_model_type("vit_moe", Section("OTHER", DEFAULTS))
+        register_model_type("vit_moe", MineConfig)
+
+
+def test_a_section_of_earlier_versions_is_taken_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"is swinv2_moe\.models\.section now"):
+        from swinv2_moe.model_types import Section
+    defaults = {"PATCH_SIZE": 8, "IN_CHANS": 1, "EMBED_DIM": 8, "DEPTH": 2, "NUM_HEADS": 2}
+    register(Section("MINE", defaults, ranges={"DEPTH": (1, 9)}, sizes={"depth": "DEPTH"}))
+    group = default_config().MODEL.MINE
+    assert dict(group) == {key: defaults[key] for key in defaults if key != "IN_CHANS"}
+    with pytest.raises(UserError, match=r"MODEL\.MINE\.DEPTH is 10, it must be between 1 and 9"):
+        load_config(None, ["MODEL.TYPE", "mine", "MODEL.MINE.DEPTH", "10"])

@@ -8,7 +8,7 @@ import timm
 import torch
 from timm.models import create_feature_extractor
 
-import swinv2_moe.models  # noqa: F401 - registers the names
+import swinv2_moe.models.api  # noqa: F401 - registers the names
 from moe_core import MoEConfig, MoELayer
 
 FORMS = ("swinv2_moe_nano_window4_16", "swin_moe_small_window12_192")

@@ -19,8 +19,8 @@ from swinv2_moe.data.prepare import staging
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.arrival import in_order_of_use
+from swinv2_moe.train.run import train
 
 ROOT = Path(__file__).parents[3]
 

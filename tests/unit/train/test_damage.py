@@ -13,7 +13,6 @@ from run_cases import LAYERS
 from tool_cases import refusal
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import (
     DamagedError,
     find_checkpoint,
@@ -21,6 +20,7 @@ from swinv2_moe.train.checkpoint import (
     read_meta,
     write_meta,
 )
+from swinv2_moe.train.run import train
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"
 

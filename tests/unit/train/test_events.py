@@ -15,13 +15,13 @@ from run_cases import ALONE, saver_of
 
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.arrival import read_staging
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import PHASES, Batches, PhaseTimes, TimeToTarget, accounted_share
 from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.run import train
 from swinv2_moe.train.trackers import EventLog
 
 RULES = "hpc_3.0.0/common.yaml"  # of the checker

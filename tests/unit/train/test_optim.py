@@ -7,7 +7,6 @@ from moe_core.ops.native import instruction_sets
 from swinv2_moe.config import all_sections, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.distributed import World
@@ -19,6 +18,7 @@ from swinv2_moe.train.optim import (
     scaled_learning_rate,
     without_slow_amp,
 )
+from swinv2_moe.train.run import train
 
 PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.DROP_PATH_RATE": 0.0}
 PLAIN |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0}

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from swinv2_moe.config import default_config, given_keys
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.hub import description, local_file, timm_config
-from swinv2_moe.train import initial, train
+from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.initial import load_pretrained
+from swinv2_moe.train.run import train
 
 HEAD = ("head.fc.weight", "head.fc.bias")
 

@@ -26,9 +26,9 @@ from swinv2_moe.routing_pictures import (
     paint,
     to_pixels,
 )
-from swinv2_moe.train import train
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.routing import record_choices, sample_choices, spread
+from swinv2_moe.train.run import train
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -13,8 +13,8 @@ from swinv2_moe.config import flatten, load_config, model_config
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import measure_model
-from swinv2_moe.train import train
 from swinv2_moe.train.evaluation import evaluate as measure
+from swinv2_moe.train.run import train
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from tool_cases import refusal
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import only_process
-from swinv2_moe.train import arrival, initial, run_lock, train
+from swinv2_moe.train import arrival, initial, run_lock
 from swinv2_moe.train import run as run_module
+from swinv2_moe.train.run import train
 from swinv2_moe.train.run_lock import only_run
 
 HOLD = (
@@ -229,7 +230,7 @@ def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path
 def test_directories_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/run"):
-        message = refusal(only_run(tmp_path / name, ALONE, "--output").__enter__)
+        message = refusal(only_run(tmp_path / name, ALONE).__enter__)
         assert message.startswith(f"--output {tmp_path}/file")
         assert message.endswith(f"{tmp_path}/file is a file, a run needs a directory")
     (tmp_path / "run" / ".lock").mkdir(parents=True)

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 
 from swinv2_moe.config import data_config, load_config, train_config
-from swinv2_moe.train import train
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.optim import scaled_learning_rate
 from swinv2_moe.train.progress import LossWatch
+from swinv2_moe.train.run import train
 from swinv2_moe.train.run_report import start_warnings
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -10,10 +10,8 @@ import torch
 from run_cases import ALONE, LAYERS, assert_same, copy_of, saver_of
 
 from moe_core.checkpoint import write_tensors
-from swinv2_moe.config import CheckpointConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import saver as saver_module
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import (
     checkpoints_below,
     find_checkpoint,
@@ -21,7 +19,9 @@ from swinv2_moe.train.checkpoint import (
     read_section,
     write_meta,
 )
+from swinv2_moe.train.run import train
 from swinv2_moe.train.saver import Saver, StagingBuffers
+from swinv2_moe.train.section import CheckpointConfig
 
 
 def step(trainer):

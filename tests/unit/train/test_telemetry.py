@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swinv2_moe.train import train
 from swinv2_moe.train.progress import PhaseTimes
+from swinv2_moe.train.run import train
 from swinv2_moe.train.telemetry import COUNTERS, Machine, Telemetry, combine, energy, open_machine
 
 CPU = torch.device("cpu")

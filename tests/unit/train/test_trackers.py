@@ -10,11 +10,12 @@ from run_cases import ALONE, LAYERS
 
 from swinv2_moe.config import flatten
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import arrival, trackers, train
+from swinv2_moe.train import arrival, trackers
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.run import train
 from swinv2_moe.train.trackers import Background, check_tracker, open_trackers, tagged
 
 LAYER = LAYERS[0]

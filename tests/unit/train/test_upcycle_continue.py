@@ -5,8 +5,8 @@ import torch
 from run_cases import assert_same, interrupt_at, weights_of
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import train
 from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.run import train
 
 DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9}
 # No randomness that experts add, and no drops.

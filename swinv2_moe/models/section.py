@@ -1,0 +1,374 @@
+"""The section MODEL of a configuration, and the registry of model types.
+
+A new type is one file `swinv2_moe/models/NAME_moe.py`:
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class VitConfig(Trunk):
+...     group = "VIT"
+...     patch_size: int = option(16, "side of a patch, pixels", least=1)
+>>> @register_model_type("vit_moe", VitConfig)
+... class VisionTransformerMoE(MoEModel, VisionTransformer): ...
+
+The keys of MODEL.VIT then exist in every configuration, and `build_model` passes them to the class
+as keyword arguments. This module does not import torch: if the section is here, configurations are
+read without importing the model.
+"""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from yacs.config import CfgNode
+
+from moe_core import MoEConfig
+from moe_core.options import option, options
+from swinv2_moe.errors import UserError
+
+Model = TypeVar("Model", bound=type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trunk:
+    """The keys of one model type or several: arguments of its class, in a group below MODEL."""
+
+    group: ClassVar[str] = ""  # MODEL.<group>
+    # Fields that summaries of a model show, by the names that they show them by.
+    sizes: ClassVar[Mapping[str, str]] = {}
+
+    @staticmethod
+    def check(config: CfgNode) -> None:
+        """Raise UserError for values of a configuration that contradict each other."""
+
+
+def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
+    """Raise UserError where MODEL.MOE.BLOCKS names a block that no stage of `depths` has."""
+    blocks = config.MODEL.MOE.BLOCKS
+    for stage, chosen in enumerate(blocks):
+        depth = 0
+        if stage < len(depths):
+            depth = depths[stage]
+        for block in chosen:
+            if not (isinstance(block, int) and 0 <= block < depth):
+                raise UserError(
+                    f"MODEL.MOE.BLOCKS is {blocks}: stage {stage} has no block {block}, its"
+                    f" {depth} blocks count from 0"
+                )
+
+
+def check_swinv2(config: CfgNode) -> None:
+    """Raise UserError for values of MODEL.SWINV2 that contradict each other or the image size."""
+    swin, moe = config.MODEL.SWINV2, config.MODEL.MOE
+    stages = len(swin.DEPTHS)
+    for name, value in (
+        ("SWINV2.NUM_HEADS", swin.NUM_HEADS),
+        ("SWINV2.PRETRAINED_WINDOW_SIZES", swin.PRETRAINED_WINDOW_SIZES),
+        ("MOE.BLOCKS", moe.BLOCKS),
+    ):
+        if len(value) != stages:
+            raise UserError(
+                f"MODEL.{name} is {value}, it must have one entry for each of the {stages} stages"
+                f" of MODEL.SWINV2.DEPTHS ({swin.DEPTHS})"
+            )
+    for name in ("DEPTHS", "NUM_HEADS"):
+        if not swin[name] or min(swin[name]) < 1:
+            raise UserError(
+                f"MODEL.SWINV2.{name} is {swin[name]}, it must have an entry of at least 1 for each"
+                " stage"
+            )
+    if min(swin.PRETRAINED_WINDOW_SIZES) < 0:
+        raise UserError(
+            f"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES is {swin.PRETRAINED_WINDOW_SIZES}, its entries"
+            " must be at least 0"
+        )
+    for stage, heads in enumerate(swin.NUM_HEADS):
+        dim = swin.EMBED_DIM * 2**stage
+        if dim % heads:
+            raise UserError(
+                f"MODEL.SWINV2.NUM_HEADS is {swin.NUM_HEADS}: the {dim} channels of stage {stage}"
+                f" (MODEL.SWINV2.EMBED_DIM {swin.EMBED_DIM}) cannot be divided over {heads} heads"
+            )
+    check_moe_blocks(config, swin.DEPTHS)
+    _check_image_size(config)
+
+
+def _check_image_size(config: CfgNode) -> None:
+    """Every stage's feature map must be whole windows, or no larger than one window."""
+    size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
+    if not _tiles(size, swin):
+        unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
+        good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
+        near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
+        raise UserError(
+            f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on"
+            f" patches of {swin.PATCH_SIZE} cannot tile it; sizes near it that work:"
+            f" {', '.join(map(str, near))}"
+        )
+
+
+def _tiles(size: int, swin: CfgNode) -> bool:
+    if size % (swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)):
+        return False
+    sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
+    return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
+
+
+def check_vit(config: CfgNode) -> None:
+    """Raise UserError for values of MODEL.VIT that contradict each other or the image size."""
+    vit, size = config.MODEL.VIT, config.DATA.IMG_SIZE
+    if vit.EMBED_DIM % vit.NUM_HEADS:
+        raise UserError(
+            f"MODEL.VIT.NUM_HEADS is {vit.NUM_HEADS}: MODEL.VIT.EMBED_DIM ({vit.EMBED_DIM}) cannot"
+            f" be divided over {vit.NUM_HEADS} heads"
+        )
+    if size % vit.PATCH_SIZE:
+        below = size // vit.PATCH_SIZE * vit.PATCH_SIZE
+        raise UserError(
+            f"DATA.IMG_SIZE is {size}, it must be a multiple of MODEL.VIT.PATCH_SIZE"
+            f" ({vit.PATCH_SIZE}), such as {below or vit.PATCH_SIZE} or {below + vit.PATCH_SIZE}"
+        )
+    check_moe_blocks(config, [vit.DEPTH])
+    if config.MODEL.MOE.NUM_EXPERTS and len(config.MODEL.MOE.BLOCKS) != 1:
+        raise UserError(
+            f"MODEL.MOE.BLOCKS is {config.MODEL.MOE.BLOCKS}, it must have one entry for the only"
+            " stage of a ViT"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwinV2Config(Trunk):
+    """MODEL.SWINV2."""
+
+    group: ClassVar = "SWINV2"
+    sizes: ClassVar = {"dim": "embed_dim", "depths": "depths"}
+    check = staticmethod(check_swinv2)
+
+    patch_size: int = option(4, "side of a patch, pixels", least=1)
+    embed_dim: int = option(
+        96,
+        "channels of the first stage; each further stage has twice as many",
+        least=1,
+    )
+    depths: tuple[int, ...] = option((2, 2, 18, 2), "blocks of each stage")
+    num_heads: tuple[int, ...] = option(
+        (3, 6, 12, 24),
+        "attention heads of each stage; each number divides the stage's channels",
+    )
+    window_size: int = option(12, "side of an attention window, patches", least=1)
+    mlp_ratio: float = option(4.0, "hidden dim of an FFN, in units of its channels", least=0.1)
+    pretrained_window_sizes: tuple[int, ...] = option(
+        (0, 0, 0, 0),
+        "for each stage, the window side that the pretrained weights were trained with; 0:"
+        " `window_size`",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitConfig(Trunk):
+    """MODEL.VIT."""
+
+    group: ClassVar = "VIT"
+    sizes: ClassVar = {"dim": "embed_dim", "depth": "depth"}
+    check = staticmethod(check_vit)
+
+    patch_size: int = option(16, "side of a patch, pixels; divides `DATA.IMG_SIZE`", least=1)
+    embed_dim: int = option(192, "channels of a token; divisible by `num_heads`", least=1)
+    depth: int = option(12, "number of blocks", least=1)
+    num_heads: int = option(3, "attention heads of a block", least=1)
+    global_pool: str = option(
+        "token",
+        "what the classifier reads: `token`, the class token, or `avg`, the mean of the patches",
+        choices=("token", "avg"),
+    )
+
+
+# By type, the values of MODEL.TYPE.
+TRUNKS: dict[str, type[Trunk]] = {
+    "swinv2_moe": SwinV2Config,
+    "swin_moe": SwinV2Config,
+    "vit_moe": VitConfig,
+}
+MODELS: dict[str, type] = {}  # the classes by type; importing swinv2_moe.models.build fills it
+
+
+def register_model_type(name: str, trunk: type[Trunk]) -> Callable[[Model], Model]:
+    """Decorator that registers a subclass of `swinv2_moe.models.MoEModel` as a value of MODEL.TYPE.
+
+    Raises:
+        ValueError: the name is registered already.
+    """
+    if name in MODELS or TRUNKS.get(name, trunk) is not trunk:
+        raise ValueError(f"MODEL.TYPE {name!r} is registered already: {MODELS.get(name)}")
+
+    def register(model: Model) -> Model:
+        TRUNKS[name] = trunk
+        MODELS[name] = model
+        return model
+
+    return register
+
+
+@functools.cache
+def import_own_types() -> None:
+    """Import the models if the section of one is in the model's file."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name.endswith("_moe") and module.name not in TRUNKS:
+            importlib.import_module("swinv2_moe.models.build")
+
+
+def trunk_of(config: CfgNode) -> type[Trunk]:
+    """The section of the type that MODEL.TYPE names."""
+    return TRUNKS[config.MODEL.TYPE]
+
+
+def trunk_group(config: CfgNode) -> CfgNode:
+    """The keys of the configured model: MODEL.SWINV2, or the group of another model type."""
+    return config.MODEL[trunk_of(config).group]
+
+
+# Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered
+# timm models where they differ from MoEConfig's, which suit any mixture of experts.
+PUBLISHED_MOE = {
+    "gate_noise": 1.0,
+    "normalize_gates": False,
+    "batch_prioritized": True,
+    "aux_loss": "load_importance",
+}
+
+
+def moe_defaults() -> dict[str, object]:
+    """The keys of MODEL.MOE that are fields of MoEConfig, by the field's name, with their
+    defaults."""
+    defaults = {field.name: field.default for field, one in options(MoEConfig) if one.is_key}
+    # A key has a number; timm initialises the trunk's linear layers with the same.
+    return defaults | PUBLISHED_MOE | {"init_std": 0.02}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """MODEL.MOE: where the experts are and how ranks share them. What a layer computes is in
+    `layer`; its keys are MoEConfig's fields (`moe_defaults`)."""
+
+    num_experts: int = option(0, "number of experts over all ranks; 0: the dense model", least=0)
+    expert_parallel_size: int = option(
+        0,
+        "ranks per expert group; the groups are replicas; 0: all ranks",
+        least=0,
+    )
+    strategy: str = option(
+        "r1 d1 linear",
+        "how the ranks of a group exchange data, words in any order. `r0`: weights are"
+        " gathered; `r1`: tokens are sent; with fewer experts than ranks `r` may be any"
+        " divisor of ranks / experts. `d4`: in 4 chunks, whose exchange overlaps with"
+        " computation. `linear`; `2dh`: inside the nodes, then between them; `channels`: CPU"
+        " processes through shared memory inside a machine, in one message to each other"
+        " machine, or the GPUs of one machine (with `static`); a registered name. `static`:"
+        " each expert receives as many rows as its capacity from each rank, so no numbers of"
+        " rows are exchanged (`counted`). `n8`: ranks on each node, otherwise torchrun's. In"
+        " place of these `auto`, or `auto n8`: the tuner searches, for training and for"
+        " validation, and again when times drift",
+    )
+    blocks: tuple[tuple[int, ...], ...] = option(
+        ((), (), (), ()),
+        "for each stage, the blocks (from 0) whose FFN is a mixture of experts",
+    )
+    top_k_schedule: str = option(
+        "",
+        "in training in place of `TOP_K`, such as `epoch 0:2 10:1`; evaluation uses `TOP_K`",
+    )
+    capacity_auto: bool = option(
+        False,
+        "the capacity factor of each layer follows the loads of the last 16 steps;"
+        " `CAPACITY_FACTOR` is that of the first step",
+    )
+    eval_batch_prioritized: str = option(
+        "same",
+        "`BATCH_PRIORITIZED` in evaluation; `same`: as in training",
+        choices=("same", "always", "never"),
+    )
+    hidden_ratio: float = option(
+        1.0,
+        "hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with"
+        " `TOP_K` 2, or 0.667 with `GATED`, has the dense model's MACs",
+        least=0.001,
+    )
+    norm: str = option(
+        "post",
+        "the norm of a SwinV2 block with experts. `post`: behind the experts and their gate"
+        " value, as published; `before_gate`: behind the experts, before the gate value",
+        choices=("post", "before_gate"),
+    )
+    aux_loss_weight: float = option(0.01, "factor of the auxiliary loss in the loss", least=0)
+    freeze: bool = option(
+        False,
+        "routers and experts keep the values of `MODEL.PRETRAINED` and route as in evaluation",
+    )
+
+    # What all layers have in common: model_dim and hidden_dim are 1, each block has its own. None:
+    # the dense model.
+    layer: MoEConfig | None
+
+    @property
+    def eval_capacity_factor(self) -> float:
+        """The capacity factor in evaluation; 0 of a dense model, which drops nothing."""
+        if self.layer is None:
+            return 0.0
+        return self.layer.eval_capacity_factor
+
+    def layer_fields(self) -> dict[str, object]:
+        """The fields of `layer` without its shape; none of a dense model."""
+        if self.layer is None:
+            return {}
+        return {name: getattr(self.layer, name) for name in moe_defaults()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """MODEL: the network and the weights that it starts from."""
+
+    type: str = option(
+        "swinv2_moe",
+        "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm"
+        " form; `vit_moe`: ViT; or a type of your own, which declares its group of keys",
+        choices=TRUNKS,
+    )
+    num_classes: int = option(0, "0: number of classes of the data", least=0)
+    drop_path_rate: float = option(0.1, "largest rate of stochastic depth", least=0, most=0.999)
+    label_smoothing: float = option(
+        0.1,
+        "share of a label that is spread over all classes",
+        least=0,
+        most=0.999,
+    )
+    pretrained: str = option(
+        "",
+        "a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in"
+        " timm's form; or a name: `timm:NAME`, `hf-hub:OWNER/NAME`",
+    )
+    upcycle: str = option(
+        "",
+        "`MODEL.PRETRAINED` is dense, and each dense FFN is copied into every expert of its"
+        " block. `weights`: a new training begins; `run`: it goes on as that dense run would"
+        " have done, at its epoch and learning rate, with its optimiser's state; empty: off",
+        choices=("", "weights", "run"),
+    )
+    upcycle_noise: float = option(
+        0.0,
+        "standard deviation of noise on those copies, relative to that of the dense weights",
+        least=0,
+    )
+    class_map: str = option(
+        "",
+        "where `MODEL.PRETRAINED` has other classes. `new`: its head is not loaded; otherwise"
+        " a file with the number of the old class for each class, from 0, whose rows of the"
+        " head are loaded",
+    )
+
+    trunk: Trunk  # the group of the type
+    in_chans: int  # DATA.CHANNELS
+    experts: ExpertsConfig
+    img_size: int  # DATA.IMG_SIZE
+    use_checkpoint: bool  # TRAIN.USE_CHECKPOINT

@@ -1,0 +1,183 @@
+"""The sections CHECKPOINT, TRAIN and TRAIN.OPTIMIZER of a configuration, and the keys without a
+group."""
+
+from dataclasses import dataclass
+
+from moe_core.options import option
+from swinv2_moe.data.section import AugmentConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Keys without a group."""
+
+    output: str = option("output", "run directory; `--output` sets it")
+    seed: int = option(
+        0,
+        "seed of initial weights, data order and augmentation",
+        least=0,
+        most=2**31,
+    )
+    print_freq: int = option(
+        10,
+        "optimiser steps between two logged steps; the last step is logged, too",
+        least=1,
+    )
+    save_freq: int = option(
+        1,
+        "epochs between two checkpoints; the best and the last epoch are always saved",
+        least=1,
+    )
+    event_log: bool = option(
+        False,
+        "write `events.log` in the MLPerf log format (needs the mlperf extra)",
+    )
+    tracker: str = option(
+        "",
+        "a service that also receives the curves: `wandb` or `mlflow` (needs the extra of"
+        " that name)",
+        choices=("", "wandb", "mlflow"),
+    )
+    device: str = option(
+        "auto",
+        "`auto`: a GPU where there is one",
+        choices=("auto", "cpu", "cuda"),
+    )
+    timeout: int = option(
+        600,
+        "seconds after which a rank stops waiting for other ranks",
+        least=1,
+        most=10**6,
+    )
+    amp_enable: bool | str = option(
+        False,
+        "mixed precision. `auto`: unless the device is a CPU without instructions for `amp_dtype`,"
+        " where it is slower than fp32; `True` is off there too, with a warning",
+        choices=(False, True, "auto"),
+    )
+    amp_dtype: str = option("bfloat16", "dtype of mixed precision", choices=("bfloat16", "float16"))
+    compile: bool = option(
+        False,
+        "compile the model; over several ranks the experts stay uncompiled (untested)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """CHECKPOINT: when checkpoints are written and which are kept."""
+
+    steps: int = option(
+        0,
+        "optimiser steps between two checkpoints inside an epoch; 0: after epochs only",
+        least=0,
+    )
+    keep_last: int = option(2, "checkpoints to keep besides the best", least=1)
+    experts: int = option(
+        0,
+        "experts of each layer in one save, in turn; 0: all. The best, last and signal saves"
+        " hold all",
+        least=0,
+    )
+    staging_mb: int = option(
+        4096,
+        "host memory per rank for saving while training continues, MB; beyond it, training waits",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """TRAIN.OPTIMIZER."""
+
+    name: str = option(
+        "adamw",
+        "the optimiser; lamb, lars: for large batches, with a trust ratio for each expert",
+        choices=("adamw", "sgd", "lamb", "lars"),
+    )
+    eps: float = option(
+        1e-8,
+        "of AdamW and LAMB: added to the denominator; 1e-3 to compare runs on other numbers of"
+        " ranks, whose rounding errors it keeps small",
+        least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """TRAIN: the schedule and the optimiser's steps."""
+
+    epochs: int = option(90, "passes over the training images, warm-up included", least=1)
+    warmup_epochs: int = option(10, "epochs in which the learning rate rises linearly", least=0)
+    base_lr: float = option(
+        1.25e-4,
+        "learning rate for 512 images per step; scaled with the global batch as `lr_scaling` says",
+        least=0,
+    )
+    lr_scaling: str = option(
+        "linear",
+        "linear: in proportion to the global batch; sqrt: to its square root",
+        choices=("linear", "sqrt"),
+    )
+    warmup_lr: float = option(
+        1.25e-7,
+        "learning rate for 512 images at the start of warm-up",
+        least=0,
+    )
+    min_lr: float = option(1.25e-6, "learning rate for 512 images at the end", least=0)
+    weight_decay: float = option(0.1, "weight decay; biases and norms have none", least=0)
+    layer_decay: float = option(
+        1.0,
+        "factor of the learning rate from a layer to the one below; 1: none",
+        least=0.001,
+        most=1,
+    )
+    clip_grad: float = option(
+        3.0,
+        "limit of the global gradient norm over all ranks; 0: off",
+        least=0,
+    )
+    noise_scale_freq: int = option(
+        0,
+        "measure the noise scale of the gradient in two of so many steps; 0: never",
+        least=0,
+    )
+    accumulation_steps: int = option(1, "forward and backward passes per optimiser step", least=1)
+    use_checkpoint: bool = option(False, "recompute activations in the backward pass")
+    shard_trunk: bool = option(
+        False,
+        "shard the shared parameters, their gradients and moments over the ranks (FSDP2)",
+    )
+    ema_decay: float = option(
+        0.0,
+        "decay of the averaged weights, t / (t + 9) after t steps where that is less; 0: none",
+        least=0,
+        most=0.999999,
+    )
+    max_steps: int = option(
+        0,
+        "stop after this many steps, also inside an epoch; 0: no limit",
+        least=0,
+    )
+    target_top1: float = option(
+        0.0,
+        "report the first time of this validation accuracy, percent; 0: none",
+        least=0,
+        most=100,
+    )
+    skip_non_finite: int = option(
+        0,
+        "consecutive steps with a non-finite loss or gradient that are skipped; one more"
+        " stops the run",
+        least=0,
+    )
+
+    optimizer: OptimizerConfig
+    augment: AugmentConfig  # mixup and cutmix
+    batch_size: int  # DATA.BATCH_SIZE
+    label_smoothing: float  # MODEL.LABEL_SMOOTHING
+    aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
+    capacity_auto: bool  # MODEL.MOE.CAPACITY_AUTO of a model with experts
+    seed: int
+    amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
+    amp_dtype: str
+    compile: bool
