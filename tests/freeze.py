@@ -126,8 +126,12 @@ def sizes(output: Path) -> dict:
 def configurations(output: Path) -> dict:
     """What differs from the earlier commit's configurations, whose keys are translated."""
     from swinv2_moe.config import config_from_text, flatten, load_config
-    from swinv2_moe.config_files import config_names
     from swinv2_moe.errors import UserError
+
+    try:
+        from swinv2_moe.config.load import config_names
+    except ImportError:  # the earlier commit's
+        from swinv2_moe.config_files import config_names
 
     file = output.parent / "earlier" / "configurations.json"
     earlier = json.loads(file.read_text()) if file.exists() else None

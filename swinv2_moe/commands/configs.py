@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swinv2_moe.commands.call import as_started
 from swinv2_moe.commands.options import CommandParser
-from swinv2_moe.config_files import comment, config_names, find_config
+from swinv2_moe.config.load import comment, config_names, find_config
 from swinv2_moe.output import say
 from swinv2_moe.tables import Console
 

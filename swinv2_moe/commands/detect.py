@@ -24,7 +24,7 @@ from swinv2_moe.commands.options import (
     output_directory,
     write_results,
 )
-from swinv2_moe.config_files import find_config
+from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import say

@@ -16,7 +16,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import save_checkpoint
 
 from moe_core import expert_parameters
-from swinv2_moe.config_files import find_config
+from swinv2_moe.config.load import find_config
 from swinv2_moe.detection.annotations import listed
 from swinv2_moe.detection.datasets import class_names, coco_datasets
 from swinv2_moe.detection.weights import load_pth, read_pth, use_windows

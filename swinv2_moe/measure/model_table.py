@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from swinv2_moe.config import load_config, model_config
-from swinv2_moe.config_files import comment, config_names
+from swinv2_moe.config.load import comment, config_names
 from swinv2_moe.models import measure_model
 
 # Numbers of classes of configurations in which the data determine them.

@@ -12,7 +12,7 @@ from swinv2_moe.commands import COMMANDS, main
 from swinv2_moe.commands.call import as_started, command_line
 from swinv2_moe.commands.options import split_pairs
 from swinv2_moe.config import load_config
-from swinv2_moe.config_files import comment, config_names, find_config
+from swinv2_moe.config.load import comment, config_names, find_config
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[2]

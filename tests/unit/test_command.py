@@ -13,7 +13,7 @@ from swinv2_moe.commands.call import next_line, program
 from swinv2_moe.commands.configs import top_1
 from swinv2_moe.commands.convert_checkpoint import written
 from swinv2_moe.config import load_config
-from swinv2_moe.config_files import find_config
+from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_run, check_training
 from swinv2_moe.measure.run_record import read_run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.config_files import config_names
+from swinv2_moe.config.load import config_names
 from swinv2_moe.measure.model_table import markdown, row_of, rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
