@@ -230,6 +230,9 @@ def attention_on_cpu(
     qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
 ) -> Tensor:
     """As `window_attention`, computed in fp32 or fp64."""
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form's passes
+        with without_autocast(qkv):
+            return plain_attention(qkv, bias, mask, scale, cosine)
     return _AttentionOnCpu.apply(qkv, bias, mask, scale, cosine)
 
 
@@ -244,8 +247,7 @@ class _AttentionOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         qkv, bias, mask, scale, weights, inverse, out = ctx.saved_tensors
-        # a compiled backward pass cannot be differentiated
-        if not torch.compiler.is_compiling() and is_differentiated_again(grad):
+        if is_differentiated_again(grad):
             return _plain_backward(ctx, grad, qkv, bias, mask, scale)
         with without_autocast(qkv):
             grads = _gradients(grad, out, qkv, scale, weights, inverse)
