@@ -230,11 +230,14 @@ class MoELayer(HasExperts):
         if trial is not None:
             inputs = trial.begin(inputs)
         agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor)
+        priority = routing.priority
+        if agreement.capacity is None:
+            priority = None  # no choice is dropped, so no token comes first
         plan = make_plan(
             routing.expert_ids,
             self.config.num_experts,
             agreement.capacity,
-            routing.priority,
+            priority,
             self.config.kernels,
         )
         self._keep_statistics(routing, plan, top_k)
