@@ -63,8 +63,8 @@ SHAPES = {
         for e in (8, 32, 64)
     ),
 }
-# 32 experts with a quarter of the hidden dim, as in configs/tiny_imagenet/32expert_fine.yaml with
-# 128 images, and 8 experts of top-1
+# 32 experts with a quarter of the hidden dim, as in configs/tiny_imagenet/32expert_fine.yaml of
+# commit d7f9e26 with 128 images, and 8 experts of top-1
 NARROW = tuple(
     f"{tokens}x{m}x{experts}"
     for tokens, m in ((32768, 48), (8192, 96), (2048, 192), (4608, 384))

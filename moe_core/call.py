@@ -28,7 +28,6 @@ class CallOptions(NamedTuple):
     router: nn.Module
     balance: BalanceBias | None
     batch_prioritized: bool
-    output_norm: nn.Module | None
     training: bool
 
 
@@ -63,14 +62,6 @@ def positions_of(mask: Tensor, count: int | None) -> Tensor:
         if actual != count:
             raise ValueError(f"num_tokens is {count}, mask has {actual} True values")
     return mask.nonzero_static(size=count).squeeze(1)
-
-
-def check_output_norm(config: MoEConfig) -> None:
-    """Raise ValueError if the layer's kind of routing does not support an output norm."""
-    if config.routing != "token_choice":
-        raise ValueError(
-            f"output_norm needs tokens that choose experts, not router {config.router!r}"
-        )
 
 
 def check_numbers(

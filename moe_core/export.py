@@ -23,7 +23,7 @@ from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.ops.ffn.reference import feed_forward, padded_linear
 from moe_core.ops.soft.reference import soft_combine, soft_dispatch
-from moe_core.routing import as_images, factor_by_image, route, route_by_experts, split_gates
+from moe_core.routing import as_images, factor_by_image, route, route_by_experts
 
 
 class StandardMoE(nn.Module):
@@ -84,8 +84,8 @@ class StandardMoE(nn.Module):
         if layer.shared is not None:
             self.shared = _FeedForward(layer.shared, 0)
 
-    def forward(self, x: Tensor, output_norm: nn.Module | None = None) -> Tensor:
-        """x [..., M] -> [..., M]; `output_norm` is as in `MoELayer.forward`."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., M] -> [..., M]."""
         tokens = x.reshape(-1, self.config.model_dim)  # [T, M]
         # The router computes in at least fp32.
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
@@ -95,30 +95,17 @@ class StandardMoE(nn.Module):
         elif self.config.routing == "expert_choice":
             y = self._chosen_by_experts(tokens, logits, num_images)
         else:
-            y = self._chosen_by_tokens(tokens, logits, output_norm)
+            y = self._chosen_by_tokens(tokens, logits)
         y = y.to(x.dtype)
         if self.shared is not None:
-            shared = self.shared(tokens)
-            if output_norm is not None:
-                shared = output_norm(shared)
-            y = y + shared
+            y = y + self.shared(tokens)
         return y.view_as(x)
 
-    def _chosen_by_tokens(
-        self, tokens: Tensor, logits: Tensor, output_norm: nn.Module | None
-    ) -> Tensor:
+    def _chosen_by_tokens(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """tokens [T, M], logits [T, E] -> [T, M]."""
         config = self.config
         top_k = min(config.top_k, config.num_experts)
-        normalize_gates = output_norm is None
-        routing = route(
-            logits,
-            config,
-            top_k,
-            training=False,
-            balance=self.balance,
-            normalize_gates=normalize_gates,
-        )
+        routing = route(logits, config, top_k, training=False, balance=self.balance)
         capacity = expert_capacity(
             tokens.shape[0], config.num_experts, top_k, config.capacity_factor
         )
@@ -130,11 +117,7 @@ class StandardMoE(nn.Module):
         # The last row, of zeros, is for dropped choices.
         rows = torch.cat([rows, rows.new_zeros(1, config.model_dim)])
         chosen = rows.index_select(0, plan.slots.flatten()).unflatten(0, (-1, top_k))  # [T, K, M]
-        if output_norm is None:
-            return (chosen * routing.gates.unsqueeze(-1)).sum(1)
-        routing, gate_scale = split_gates(routing, config)
-        mean = (chosen * routing.gates.unsqueeze(-1)).sum(1)
-        return output_norm(mean.to(tokens.dtype)) * gate_scale
+        return (chosen * routing.gates.unsqueeze(-1)).sum(1)
 
     def _chosen_by_experts(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
         """tokens [T, M], logits [T, E] -> [T, M]."""

@@ -14,7 +14,6 @@ from moe_core.call import (
     check_devices,
     check_has_capacity,
     check_numbers,
-    check_output_norm,
     check_tensors,
     positions_of,
     strategy_in_evaluation,
@@ -160,7 +159,6 @@ class MoELayer(HasExperts):
         batch_prioritized: bool | None = None,
         mask: Tensor | None = None,
         num_tokens: int | None = None,
-        output_norm: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [..., M] -> y like x, and the auxiliary loss (a scalar of at least fp32, unweighted).
 
@@ -179,10 +177,6 @@ class MoELayer(HasExperts):
                 loss and statistics, and their y is 0.
             num_tokens: the number of True values in `mask`. If it is None, they are counted, which
                 waits for the device.
-            output_norm: a module from [T, M] to [T, M], applied to the experts' results before the
-                gate value: `y = s G norm(sum_k (g_k / G) e_k)` with `G = sum_k g_k`. s is 1 / G of
-                an undecided router. A norm of y itself would remove the gate value. Shared experts
-                are normalised separately. Not for expert choice and Soft MoE.
 
         Raises:
             ValueError: x is not a floating-point tensor [..., M] on the layer's device; `mask` has
@@ -192,9 +186,7 @@ class MoELayer(HasExperts):
             RuntimeError: a rank of the group has ended or did not come within the group's timeout.
         """
         check_tensors(x, mask)
-        if output_norm is not None:
-            check_output_norm(self.config)
-        options = (top_k, capacity_factor, strategy, router, batch_prioritized, output_norm)
+        options = (top_k, capacity_factor, strategy, router, batch_prioritized)
         # A layer over several ranks is excluded from torch.compile. In torch 2.11 the gradient of
         # an autograd.Function whose forward writes into its output, as collectives do, is 0
         # (https://github.com/pytorch/pytorch/issues/180642). Also, every new number of rows would
@@ -250,8 +242,6 @@ class MoELayer(HasExperts):
         y = y.to(x.dtype)
         if self.shared is not None:
             shared = self.shared(x.reshape(-1, self.config.model_dim))
-            if call.output_norm is not None:
-                shared = call.output_norm(shared)
             y = y + shared.to(x.dtype)
         return y.view_as(x), routing.aux_loss
 
@@ -263,7 +253,6 @@ class MoELayer(HasExperts):
         strategy: ParallelStrategy | str | None,
         router: int,
         batch_prioritized: bool | None,
-        output_norm: nn.Module | None,
     ) -> CallOptions:
         """Check the options of a call, and replace those that are None."""
         config = self.config
@@ -297,7 +286,6 @@ class MoELayer(HasExperts):
             routers[router],
             self.balance,
             batch_prioritized,
-            output_norm,
             self.training,
         )
 

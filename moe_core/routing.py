@@ -27,7 +27,7 @@ from moe_core.ops import (
     soft_combine,
     soft_dispatch,
 )
-from moe_core.ops.route.reference import LEAST_SUM, add_noise, gate_scores, gates_of, largest
+from moe_core.ops.route.reference import add_noise, gate_scores, gates_of, largest
 from moe_core.parallel import ExpertGroup
 from moe_core.router import LinearRouter
 
@@ -67,29 +67,20 @@ class TokenChoice:
 
     def route(self, x: Tensor, call: CallOptions) -> Routed:
         """Route x [..., M]."""
-        config, norm = call.config, call.output_norm
+        config = call.config
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
         reduce = None
         if config.global_balance:
             reduce = self.group.sum
         logits = logits_of(call.router, tokens, config)
         with without_autocast(tokens):
-            routing = route(
-                logits, config, call.top_k, call.training, reduce, norm is None, call.balance
-            )
+            routing = route(logits, config, call.top_k, call.training, reduce, call.balance)
         if call.batch_prioritized:
             routing = routing._replace(priority=routing.probs.detach().amax(1))
         inputs = tokens
         if routing.inputs is not None:
             inputs = routing.inputs
-        if norm is None:
-            return Routed(inputs, routing, call.top_k, call.capacity_factor)
-        routing, scale = split_gates(routing, config)
-
-        def normalize(y: Tensor) -> Tensor:
-            return norm(y.to(x.dtype)) * scale
-
-        return Routed(inputs, routing, call.top_k, call.capacity_factor, normalize)
+        return Routed(inputs, routing, call.top_k, call.capacity_factor)
 
     def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
         """For statistics, the number of choices of each expert [E], and a mask of the kept choices
@@ -217,7 +208,6 @@ def route(
     top_k: int,
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
-    normalize_gates: bool = True,
     balance: BalanceBias | None = None,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
@@ -228,7 +218,6 @@ def route(
     Args:
         reduce: a sum over ranks, for a loss over the tokens of all ranks (see
             `losses.auxiliary_loss`).
-        normalize_gates: False overrides the configuration: gate values are not normalised.
         balance: biases for the choice, which replace the auxiliary loss. In training it counts the
             choices.
 
@@ -245,7 +234,7 @@ def route(
     aux_loss_name = config.aux_loss
     if balance is not None:
         aux_loss_name = "none"
-    normalize = normalize_gates and config.normalize_gates and top_k > 1
+    normalize = config.normalize_gates and top_k > 1
     settings = RouteSettings(
         top_k,
         normalize,
@@ -280,23 +269,6 @@ def route(
     if config.z_loss_weight > 0:
         aux_loss = aux_loss + config.z_loss_weight * z_loss(logits)
     return Routing(ids, gates, aux_loss, probs)
-
-
-def split_gates(routing: Routing, config: MoEConfig) -> tuple[Routing, Tensor]:
-    """The routing with gate values that sum to 1 for each token, and a scale for each token [T, 1].
-
-    The scale is the sum of the token's gate values, divided by the sum that an undecided router
-    gives (K / E for softmax, K / 2 for sigmoid gates). So it is near 1 at the start of training.
-
-    Args:
-        routing: a routing whose gate values are not normalised.
-    """
-    total = routing.gates.sum(1, keepdim=True).clamp(min=LEAST_SUM)  # [T, 1]
-    top_k = routing.gates.shape[1]
-    undecided = top_k / config.num_experts
-    if config.gate_activation == "sigmoid":
-        undecided = top_k / 2
-    return routing._replace(gates=routing.gates / total), total / undecided
 
 
 def z_loss(logits: Tensor) -> Tensor:

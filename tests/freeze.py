@@ -146,7 +146,11 @@ def configurations(output: Path) -> dict:
             continue
         texts[name], values[name] = config.dump(), ""
         if earlier and name in earlier:
-            was = flatten(config_from_text(earlier[name], name))
+            try:
+                was = flatten(config_from_text(earlier[name], name))
+            except UserError as error:  # of a value that has left
+                values[name] = str(error)
+                continue
             changed = [
                 f"{key} {was[key]} -> {v}" for key, v in flatten(config).items() if was[key] != v
             ]

@@ -1,4 +1,4 @@
-"""Keys and values that earlier versions had: what became of each, and how old files still load."""
+"""Keys that earlier versions had: what became of each, and how old files still load."""
 
 import logging
 import os
@@ -56,6 +56,12 @@ RETIRED = {
     "MODEL.MOE.INPUT_JITTER": Retired(0.0, "the router sees the tokens as they are"),
     "MODEL.MOE.INPUT_DROPOUT": Retired(0.0, "the router sees the tokens as they are"),
     "MODEL.MOE.RANDOM_CHOICE_SCHEDULE": Retired("", "the router chooses from the first step on"),
+    "MODEL.MOE.NORM": Retired(
+        "post",
+        "the norm follows the experts and their gate value; that of MODEL.TYPE swin_moe precedes"
+        " them",
+        shapes_weights=True,
+    ),
     "MODEL.MOE.ROUND_TO": Retired(0, "numbers of rows are not rounded"),
     "MODEL.NEW_HEAD": Retired(False, "'new'", moved_to="MODEL.CLASS_MAP"),
     "MODEL.UPCYCLE_CONTINUE": Retired(False, "'run'", moved_to="MODEL.UPCYCLE"),
@@ -89,8 +95,6 @@ _SAME: dict[str, Collection] = {
 }
 _LOWEST = {"MODEL.MOE.RANKS_PER_NODE": 0, "MODEL.MOE.R": 0, "MODEL.MOE.PIPELINE_DEGREE": 1}
 ONCE_BOOL = "MODEL.UPCYCLE"
-# Values of keys that stay. Trained weights depend on them.
-_RETIRED_VALUES = {("MODEL.MOE.NORM", "pre"): "pre-norm blocks are those of MODEL.TYPE swin_moe"}
 _LAST_COMMIT = "d7f9e26"  # the last one that has the keys of RETIRED
 
 
@@ -121,7 +125,7 @@ def _is_old(key: str, value: object) -> bool:
 def translate(
     values: Mapping[str, object], told: Collection[str] | None = None
 ) -> dict[str, object]:
-    """`values` without retired keys and values. What became of each is logged.
+    """`values` without retired keys. What became of each is logged.
 
     Args:
         told: keys that somebody wrote (None: all). Others were saved by a run, which saves every
@@ -129,14 +133,8 @@ def translate(
 
     Raises:
         UserError: a retired key with a value that trained weights depend on, or that nothing has
-            now, or beside the key that has its value now; or a retired value.
+            now, or beside the key that has its value now.
     """
-    for key, value in values.items():
-        if isinstance(value, str) and (key, value) in _RETIRED_VALUES:
-            raise UserError(
-                f"{key} is {value!r}, which is no value any more: {_RETIRED_VALUES[key, value]};"
-                f" commit {_LAST_COMMIT} is the last that can use this value"
-            )
     new = {key: value for key, value in values.items() if key not in RETIRED}
     old = {key: value for key, value in values.items() if key in RETIRED}
     moved = _moved(old, new)

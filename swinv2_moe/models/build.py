@@ -78,7 +78,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
         "moe": experts.layer_fields(),
         "eval_batch_prioritized": _EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         "hidden_ratio": experts.hidden_ratio,
-        "moe_norm": experts.norm,
         "freeze_moe": experts.freeze,
         "aux_loss_weight": experts.aux_loss_weight,
     }

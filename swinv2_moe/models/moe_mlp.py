@@ -54,7 +54,7 @@ class MoEMlp(nn.Module):
         """x [..., M] -> [..., M].
 
         Args:
-            options: `mask`, `num_tokens` and `output_norm` of MoELayer.
+            options: `mask` and `num_tokens` of MoELayer.
         """
         if self.training:
             routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}

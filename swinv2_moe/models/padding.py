@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swinv2_moe.models.moe_mlp import MoEMlp
-from swinv2_moe.models.norm_position import ffn_branch
 from swinv2_moe.models.swin_moe import PreNormBlock
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
@@ -86,7 +85,7 @@ class MaskedBlock(_MaskedBlock, SwinTransformerV2Block):
 
     def forward(self, x: Tensor, token_mask: TokenMask) -> Tensor:  # type: ignore[override]
         x = x + self.drop_path1(self.norm1(self._masked_attention(x, token_mask)))
-        return x + self.drop_path2(ffn_branch(self, x, **self._ffn_mask(token_mask)))
+        return x + self.drop_path2(self.norm2(self.mlp(x, **self._ffn_mask(token_mask))))
 
 
 class MaskedPreNormBlock(_MaskedBlock, PreNormBlock):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
+from swinv2_moe.errors import short
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 from swinv2_moe.models.section import PUBLISHED_MOE
 
@@ -60,7 +61,6 @@ class MoEModel(nn.Module):
         eval_batch_prioritized: `batch_prioritized` in evaluation mode; None: as in training.
         hidden_ratio: hidden dim of an expert, in units of the hidden dim of the FFN that it
             replaces.
-        moe_norm: position of the norm in a block with experts; "post": the model's usual position.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
         aux_loss_weight: factor of the auxiliary losses in training mode (`set_aux_loss_weight`).
         expert_group: the ranks over which the experts are distributed; None: this process has all
@@ -91,7 +91,6 @@ class MoEModel(nn.Module):
         eval_capacity_factor: float | None = None,
         eval_batch_prioritized: bool | None = None,
         hidden_ratio: float = 1.0,
-        moe_norm: str = "post",
         freeze_moe: bool = False,
         aux_loss_weight: float = 0.01,
         expert_group: ExpertGroup | dist.ProcessGroup | None = None,
@@ -102,6 +101,7 @@ class MoEModel(nn.Module):
     ) -> None:
         if not 0 <= aux_loss_weight < math.inf:
             raise ValueError(f"aux_loss_weight ({aux_loss_weight}) must be finite and not negative")
+        refuse_other_norm(kwargs.pop("moe_norm", "post"))
         super().__init__(device=device, dtype=dtype, **kwargs)
         # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
@@ -127,7 +127,6 @@ class MoEModel(nn.Module):
                 block.mlp = MoEMlp(
                     layer.to(dtype), freeze_moe, eval_batch_prioritized, aux_loss_weight
                 )
-                self.place_norm(block, moe_norm)
         self.init_weights(needs_reset=False)
         self.register_load_state_dict_post_hook(_recompute_buffers)
         ignore_experts(self)
@@ -143,18 +142,6 @@ class MoEModel(nn.Module):
     def adapt_block(self, block: Any) -> None:
         """Replace the parts of a timm block that differ. Called before the FFN is replaced by
         experts."""
-
-    def place_norm(self, block: Any, position: str) -> None:
-        """Set the position of the norm in a block with experts.
-
-        Raises:
-            ValueError: the model does not support the position.
-        """
-        if position != "post":
-            raise ValueError(
-                f"moe_norm ({position!r}) must be 'post' for {type(self).__name__}: only SwinV2's"
-                " blocks normalise behind the experts"
-            )
 
     def tokens_of_image(self, block: Any) -> int:
         """The number of tokens of an image in a block, at the model's image size.
@@ -274,6 +261,15 @@ def _without_retired(moe: dict) -> dict:
                 moe[name],
             )
     return {name: value for name, value in moe.items() if name not in left}
+
+
+def refuse_other_norm(position: object) -> None:
+    """Raise ValueError unless `moe_norm`, an argument in earlier exports, had no effect."""
+    if position != "post":
+        raise ValueError(
+            f"moe_norm ({short(position, 200)}) is no argument any more: the norm follows the"
+            " experts and their gate value; commit d7f9e26 is the last that can use these weights"
+        )
 
 
 def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:

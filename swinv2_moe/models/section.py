@@ -295,12 +295,6 @@ class ExpertsConfig:
         " `TOP_K` 2, or 0.667 with `GATED`, has the dense model's MACs",
         least=0.001,
     )
-    norm: str = option(
-        "post",
-        "the norm of a SwinV2 block with experts. `post`: behind the experts and their gate"
-        " value, as published; `before_gate`: behind the experts, before the gate value",
-        choices=("post", "before_gate"),
-    )
     aux_loss_weight: float = option(0.01, "factor of the auxiliary loss in the loss", least=0)
     freeze: bool = option(
         False,

@@ -14,7 +14,6 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 
 from swinv2_moe.models.attention import DotProductWindowAttention
-from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.section import SwinV2Config, register_model_type
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
 
@@ -73,10 +72,6 @@ class SwinTransformerMoE(SwinTransformerV2MoE):
             device=fc1.weight.device,
             dtype=fc1.weight.dtype,
         )
-
-    def place_norm(self, block: Any, position: str) -> None:
-        """As MoEModel; blocks of this model already normalise before the experts."""
-        MoEModel.place_norm(self, block, position)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """As timm, but norm weights start at one. timm starts them at zero, for res-post-norm."""

@@ -10,7 +10,6 @@ from timm.models.swin_transformer_v2 import (
 from torch import Tensor, nn
 
 from swinv2_moe.models.attention import FusedWindowAttention
-from swinv2_moe.models.norm_position import NORM_POSITIONS, set_norm_position
 from swinv2_moe.models.positions import check_windows, windows_of_model, windows_of_tables
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.section import SwinV2Config, register_model_type
@@ -44,22 +43,6 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     def adapt_block(self, block: Any) -> None:
         """Replace timm's attention."""
         block.attn = self.attention.like(block.attn)
-
-    def place_norm(self, block: Any, position: str) -> None:
-        """As MoEModel; one of NORM_POSITIONS.
-
-        Raises:
-            ValueError: an unknown position, or "before_gate" with a router without gate values.
-        """
-        if position not in NORM_POSITIONS:
-            raise ValueError(f"moe_norm ({position!r}) must be one of {', '.join(NORM_POSITIONS)}")
-        config = block.mlp.moe.config
-        if position == "before_gate" and config.routing != "token_choice":
-            raise ValueError(
-                f"moe_norm ('before_gate') needs tokens that choose experts, not router"
-                f" {config.router!r}"
-            )
-        set_norm_position(block, position)
 
     def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
         """As MoEModel."""

@@ -108,14 +108,6 @@ def test_another_value_is_reported_or_refused(key, lines):
     assert lines() == [said]
 
 
-def test_a_retired_value_is_refused():
-    with pytest.raises(UserError) as caught:
-        load_config(None, ["MODEL.MOE.NORM", "pre"])
-    assert str(caught.value).startswith("MODEL.MOE.NORM is 'pre', which is no value any more: ")
-    with pytest.raises(UserError, match="run: its configuration cannot be used"):
-        config_from_text("MODEL: {MOE: {NORM: pre}}", "run")
-
-
 def test_old_values_are_read_in_their_old_type(monkeypatch, tmp_path):
     monkeypatch.setitem(RETIRED, "TRAIN.OLD", Retired(0.5, "it is 0.5", True))
     with pytest.raises(UserError, match=r"^--opts TRAIN\.OLD is 'much' \(str\), it must be of"):
@@ -257,6 +249,14 @@ def test_fields_in_exports_of_earlier_versions(value, monkeypatch, lines):
     said = " ".join(lines())
     for name in ("depth_of_gates", "round_to"):
         assert (f"{name} (3) is no field of MoEConfig any more" in said) == bool(value)
+
+
+def test_an_argument_in_exports_of_earlier_versions():
+    """Whose weights would compute something else without it."""
+    make = partial(SwinTransformerV2MoE, num_classes=2, device="meta")
+    make(moe_norm="post")
+    with pytest.raises(ValueError, match=r"^moe_norm \('before_gate'\) is no argument any more: "):
+        make(moe_norm="before_gate")
 
 
 @pytest.fixture

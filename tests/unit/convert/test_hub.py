@@ -19,7 +19,7 @@ from swinv2_moe.train.deployed import open_deployed
 CONFIGS = Path(__file__).parents[3] / "configs"
 TYPES = {
     "released form": ["MODEL.TYPE", "swin_moe"],
-    "V2": ["MODEL.TYPE", "swinv2_moe", "MODEL.MOE.NORM", "before_gate"],
+    "V2": ["MODEL.TYPE", "swinv2_moe"],
     "dense": ["MODEL.TYPE", "swinv2_moe", "MODEL.MOE.NUM_EXPERTS", "0"],
     "cosine, top 2": ["MODEL.MOE.ROUTER", "cosine", "MODEL.MOE.TOP_K", "2"],
 }
@@ -59,7 +59,7 @@ def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_check
         if form == "earlier":
             factor = content["model_args"]["moe"].pop("eval_capacity_factor")
             content["model_args"]["moe"] |= {"round_to": 0, "input_jitter": 0.0}
-            content["model_args"]["eval_capacity_factor"] = factor
+            content["model_args"] |= {"eval_capacity_factor": factor, "moe_norm": "post"}
             file.write_text(json.dumps(content))
         model = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True)
         factors = [layer.config.eval_capacity_factor for layer in moe_layers(model).values()]

@@ -219,14 +219,6 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
     assert linear.weight.grad.float().norm() == pytest.approx(1.0, rel=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_output_norm_in_half_precision(dtype):
-    layer, norm = MoELayer(make_config()).to(dtype), nn.LayerNorm(M).to(dtype)
-    y, _ = layer(torch.randn(10, M, dtype=dtype), output_norm=norm)
-    assert y.dtype == dtype
-    assert y.isfinite().all()
-
-
 def test_expert_choice_the_z_loss_is_without_noise_and_probs_are_probabilities():
     config = make_config(
         router="expert_choice", gate_noise=40.0, z_loss_weight=1.0, gate_activation="sigmoid"

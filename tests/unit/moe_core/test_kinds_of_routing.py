@@ -1,10 +1,10 @@
-"""Soft MoE, expert choice, balancing biases, sigmoid gates, z-loss, shared experts, and a norm
-between the experts and their gate value: layers against loops in plain torch, in fp64."""
+"""Soft MoE, expert choice, balancing biases, sigmoid gates, z-loss and shared experts: layers
+against loops in plain torch, in fp64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.balance import BalanceBias, update_balance
@@ -26,12 +26,6 @@ KINDS = {
     "z_loss": {"z_loss_weight": 0.5, "aux_loss": "none", "capacity_factor": 0.0},
     "shared": {"num_shared_experts": 2, "capacity_factor": 0.0},
 }  # fmt: skip
-NORMED = {
-    "top-1": {"top_k": 1},
-    "top-2": {"top_k": 2, "normalize_gates": False},
-    "top-1 by sigmoid, shared": {"gate_activation": "sigmoid", "num_shared_experts": 1},
-    "top-2 by sigmoid": {"top_k": 2, "gate_activation": "sigmoid"},
-}
 
 
 def make_layer(name: str, **changes) -> MoELayer:
@@ -41,13 +35,6 @@ def make_layer(name: str, **changes) -> MoELayer:
     if layer.balance is not None:
         layer.balance.bias.copy_(torch.linspace(0.2, -0.2, E))
     return layer
-
-
-def layer_and_norm(**options) -> tuple[MoELayer, nn.LayerNorm]:
-    layer, norm = make_layer("plain", **options), nn.LayerNorm(M).double()
-    nn.init.normal_(norm.weight)
-    nn.init.normal_(norm.bias)
-    return layer, norm
 
 
 def tokens() -> Tensor:
@@ -92,9 +79,8 @@ def expected_expert_choice(layer: MoELayer, x: Tensor, per_image: bool) -> Tenso
     return out.view_as(x)
 
 
-def expected_token_choice(layer: MoELayer, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+def expected_token_choice(layer: MoELayer, x: Tensor) -> Tensor:
     config = layer.config
-    undecided = config.top_k / (2 if config.gate_activation == "sigmoid" else E)
     out = []
     for token in x.flatten(0, 1):
         logits = layer.router.weight @ token
@@ -106,17 +92,14 @@ def expected_token_choice(layer: MoELayer, x: Tensor, norm: nn.Module | None = N
             choice_scores = scores + layer.balance.bias
         ids = choice_scores.topk(config.top_k).indices
         gates = scores[ids]
-        if norm is not None or (config.normalize_gates and config.top_k > 1):
+        if config.normalize_gates and config.top_k > 1:
             gates = gates / gates.sum()
         y = sum(
             gate * feed_forward(layer.experts, int(e), token)
             for gate, e in zip(gates, ids, strict=True)
         )
-        if norm is not None:
-            y = norm(y) * scores[ids].sum() / undecided
         if layer.shared is not None:
-            shared = feed_forward(layer.shared, 0, token)
-            y = y + (shared if norm is None else norm(shared))
+            y = y + feed_forward(layer.shared, 0, token)
         out.append(y)
     return torch.stack(out).view_as(x)
 
@@ -141,15 +124,6 @@ def test_output_and_gradients(name):
     layer, x = make_layer(name), tokens()
     inputs = [x, *layer.parameters()]
     assert_same_output_and_gradients(layer(x)[0], expected(name, layer, x), inputs)
-
-
-@pytest.mark.parametrize("options", NORMED.values(), ids=NORMED)
-def test_output_and_gradients_with_a_norm(options):
-    layer, norm = layer_and_norm(**options)
-    x = tokens()
-    y, _ = layer(x, output_norm=norm)
-    inputs = [x, *layer.parameters(), *norm.parameters()]
-    assert_same_output_and_gradients(y, expected_token_choice(layer, x, norm), inputs)
 
 
 @pytest.mark.parametrize("name", ["soft", "expert_choice_per_image", "bias", "shared"])
@@ -246,9 +220,8 @@ def test_bias_balances_the_load():
     assert layer.balance.load.sum() == 0  # does not count in evaluation
 
 
-@pytest.mark.parametrize("output_norm", [None, torch.nn.LayerNorm(M)])
 @pytest.mark.parametrize("name", ["bias", "sigmoid"])
-def test_gates_that_are_all_zero_leave_numbers(name, output_norm):
+def test_gates_that_are_all_zero_leave_numbers(name):
     layer = make_layer(name, top_k=2).float()
     if layer.balance is not None:
         layer.balance.bias.copy_(torch.tensor([-3.0, 0.0, 0.0, 0.0]))
@@ -256,7 +229,7 @@ def test_gates_that_are_all_zero_leave_numbers(name, output_norm):
         layer.router.weight.fill_(-100.0)  # sigmoids of logits below -104 are 0
         if layer.balance is not None:
             layer.router.weight[0].fill_(100.0)  # and so is the softmax of the others
-    y, aux_loss = layer(torch.ones(5, M), output_norm=output_norm)
+    y, aux_loss = layer(torch.ones(5, M))
     (y.sum() + aux_loss).backward()
     assert y.isfinite().all()
     assert layer.router.weight.grad.isfinite().all()
@@ -277,32 +250,6 @@ def test_normalised_gates_at_any_logits(shift):
     logits = torch.tensor([[0.0, 1.0 + shift, shift]])
     gates = route(logits, config, 2, False, balance=balance).gates
     torch.testing.assert_close(gates, torch.tensor([[1.0, 0.0]]).softmax(1))
-
-
-def test_a_norm_leaves_the_task_to_the_router_of_one_choice():
-    """Behind the gate value the norm removes it, but for its epsilon."""
-    layer, norm = layer_and_norm()
-    x = torch.randn(64, M, dtype=torch.float64)
-    weights = torch.randn_like(x)
-    before_gate, behind_gate = (
-        torch.autograd.grad((y * weights).sum(), layer.router.weight)[0].norm()
-        for y in (layer(x, output_norm=norm)[0], norm(layer(x)[0]))
-    )
-    assert behind_gate < 0.05 * before_gate
-
-
-def test_a_norm_with_a_mask_and_in_the_exported_form():
-    layer, norm = layer_and_norm()
-    x, mask = tokens(), torch.rand(B, N) < 0.6
-    y, _ = layer(x, mask=mask, output_norm=norm)
-    torch.testing.assert_close(y[mask], layer(x[mask], output_norm=norm)[0])
-    assert (y[~mask] == 0).all()
-    layer, norm = layer_and_norm(top_k=2, eval_capacity_factor=1.0, num_shared_experts=1)
-    layer.eval()
-    expected, _ = layer(x, output_norm=norm)
-    torch.testing.assert_close(StandardMoE(layer)(x, output_norm=norm), expected)
-    with pytest.raises(ValueError, match="output_norm needs tokens that choose experts"):
-        make_layer("expert_choice")(x, output_norm=norm)
 
 
 @pytest.mark.parametrize("name", KINDS)
