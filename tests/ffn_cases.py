@@ -1,12 +1,14 @@
 """Inputs of experts, their outcome in plain torch, and comparisons with it, for the tests of
 moe_core."""
 
-# E experts, N rows, M model dim, H hidden dim
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
+
+import random
 
 import torch
 import torch.nn.functional as F
 
-from moe_core.ops import ExpertWeights
+from moe_core.ops import ExpertWeights, make_plan, moe_ffn
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 FP64 = (torch.float64, torch.float64)
@@ -104,6 +106,74 @@ def assert_close(found, expected, dtype) -> None:
         largest = b.abs().max().item() if b.numel() else 0.0
         limit = TOLERANCES[dtype] * max(largest, 1.0)  # a sum may cancel
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=limit)
+
+
+class MoECase:
+    """Inputs of `moe_ffn` in fp32 and the gradient of its output.
+
+    skewed: the last experts are chosen by all tokens.
+    """
+
+    def __init__(
+        self, num_tokens=40, num_experts=4, top_k=2, capacity=None, model_dim=24, hidden_dim=40,
+        gated=False, bias=True, gates=True, skewed=False, by_priority=False, seed=0,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        priority = torch.rand(num_tokens, generator=generator) if by_priority else None
+        choices = scores + torch.arange(num_experts) * 10 * skewed
+        values, ids = choices.topk(top_k)
+        self.plan = make_plan(ids, num_experts, capacity, priority)
+        self.gates = values % 10 if gates else None
+        sizes = [num_tokens] + [0] * (num_experts - 1)
+        inputs = ffn_inputs(sizes, model_dim, hidden_dim, FP32, bias, gated, seed=seed)
+        self.tokens, self.weights, _, self.grad = inputs
+        self.activation = "silu" if gated else "gelu"
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a call is differentiated in."""
+        return [t for t in (self.tokens, self.gates, *self.weights) if t is not None]
+
+    def run(self, tensors, kernels="auto", plan=None, activation="") -> torch.Tensor:
+        """The output, of other `tensors`."""
+        tokens, *rest = tensors
+        gates = None if self.gates is None else rest.pop(0)
+        weights = self.weights.with_tensors(rest)
+        activation = activation or self.activation
+        return moe_ffn(tokens, gates, weights, plan or self.plan, activation, 0.0, kernels)
+
+    def outcome(self, kernels="auto", activation="", dtype=torch.float32) -> list[torch.Tensor]:
+        """The output and all gradients."""
+        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors()]
+        out = self.run(tensors, kernels, None, activation)
+        grad = self.grad.to(dtype)
+        return [out, *torch.autograd.grad(out, tensors, grad, materialize_grads=True)]
+
+    def assert_equals_the_specification(self, kernels="auto", activation="") -> None:
+        found = self.outcome(kernels, activation)
+        assert all(tensor.isfinite().all() for tensor in found)
+        expected = self.outcome("torch", activation, torch.float64)
+        assert_close(found, expected, torch.float32)
+
+
+def random_moe_case(seed: int, most_tokens: int = 1500) -> MoECase:
+    """Sizes at and beside those of vectors, ranges and parts; sometimes wide ones."""
+    draw = random.Random(seed)
+    num_experts = draw.choice([1, 2, 3, 5, 8, 16, 33])
+    sizes = [0, 1, 2, 15, 16, 17, 63, 64, 65, 130, 700, 1500]
+    num_tokens = draw.choice([size for size in sizes if size <= most_tokens])
+    model_dim = draw.choice([1, 2, 5, 15, 16, 17, 31, 33, 48, 70, 130])
+    hidden_dim = draw.choice([1, 2, 7, 15, 16, 17, 24, 33, 40, 100])
+    if draw.random() < 0.03:
+        num_tokens, num_experts, model_dim, hidden_dim = min(num_tokens, 33), 2, 4500, 70
+    top_k = draw.randint(1, min(num_experts, 8))
+    capacity = draw.choice([None, None, 0, 1, 3, 50])
+    gated, bias, skewed, by_priority = (draw.random() < share for share in (0.5, 0.6, 0.3, 0.5))
+    gates = top_k > 1 or capacity is not None or draw.random() < 0.5
+    return MoECase(
+        num_tokens, num_experts, top_k, capacity, model_dim, hidden_dim, gated, bias, gates,
+        skewed, by_priority, seed,
+    )  # fmt: skip
 
 
 def seeded_noise(seed: torch.Tensor, num_rows: int, hidden_dim: int) -> torch.Tensor:

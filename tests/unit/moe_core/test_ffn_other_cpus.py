@@ -4,14 +4,16 @@ emulated in C++, and with the address sanitizer."""
 import numpy as np
 import pytest
 import torch
-from ffn_cases import plain_experts
+from ffn_cases import assert_close, plain_experts, random_moe_case
 from kernel_programs import KernelProgram, raw, run_program
 
 from moe_core.ops import ExpertWeights
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
+from moe_core.ops.ffn.inputs import hidden_rows
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 PROGRAM = KernelProgram("experts.cpp", "ffn.cpp")
+FUSED = KernelProgram("moe_experts.cpp", "moe_ffn.cpp")
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -96,10 +98,37 @@ def run_cases(command: list[str], count: int) -> None:
         run_case(command, generator, dtypes, packed, gated=number % 2 == 1)
 
 
+def run_moe_case(command: list[str], seed: int, most_tokens: int) -> None:
+    """A random problem from tokens to tokens, forward and backward, against plain torch in fp64."""
+    case = random_moe_case(seed, most_tokens)
+    (num_tokens, top_k), ends = case.plan.slots.shape, case.plan.offsets
+    num_experts, hidden_dim, model_dim = case.weights.w1.shape
+    spare = seed % 3  # rows that belong to no expert
+    choices = torch.cat([case.plan.choices[: ends[-1]], torch.full((spare,), -1)])
+    header = [num_tokens, top_k, num_experts, model_dim, hidden_dim]
+    header += [hidden_rows(len(choices), num_experts)]
+    header += [KERNEL_ACTIVATIONS.index(case.activation), 1 + seed % 4, len(choices)]
+    weights = case.weights
+    header += [tensor is not None for tensor in (case.gates, weights.b1, weights.w3)]
+    problem = np.array(header, np.int64).tobytes()
+    problem += b"".join(map(raw, (*case.tensors(), choices, ends, case.grad)))
+    output = np.frombuffer(run_program(command, problem), np.float32)
+    expected, found, start = case.outcome("torch", dtype=torch.float64), [], 0
+    for tensor in expected:
+        numbers = torch.tensor(output[start : start + tensor.numel()])
+        found.append(numbers.view(tensor.shape))
+        start += tensor.numel()
+    assert start == len(output)
+    assert_close(found, expected, torch.float32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["neon", "neon_bf16"])
 def test_arm(name, tmp_path):
     run_cases(PROGRAM.on_arm(tmp_path, name), 60)
+    fused = FUSED.on_arm(tmp_path, name)
+    for seed in range(60):
+        run_moe_case(fused, seed, most_tokens=130)
 
 
 @pytest.mark.slow
@@ -113,3 +142,12 @@ def test_amx_with_emulated_tiles(tmp_path):
 def test_random_shapes_under_the_sanitizers(name, tmp_path):
     """No access outside of the tensors, whatever their sizes."""
     run_cases(PROGRAM.with_sanitizers(tmp_path, name), 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [known.name for known in sets_of_cpu()])
+def test_random_shapes_from_tokens_to_tokens_under_the_sanitizers(name, tmp_path):
+    command = FUSED.with_sanitizers(tmp_path, name)
+    for seed in range(2000):
+        run_moe_case(command, seed, most_tokens=1500)

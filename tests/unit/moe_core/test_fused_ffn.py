@@ -3,11 +3,9 @@ fp64: values, gradients, threads, memory, damaged plans, and the calls that take
 
 # T tokens, E experts, K top-k, C capacity, N rows, M model dim, H hidden dim
 
-import random
-
 import pytest
 import torch
-from ffn_cases import FP32, assert_close, ffn_inputs
+from ffn_cases import FP32, MoECase, assert_close, ffn_inputs, random_moe_case
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn, pack_weights
@@ -59,50 +57,7 @@ FEW = ["odd widths", "rows in two parts", "hidden units in steps", "drops"]
 THREADED = ["rows in two parts", "ranges of few experts", "ranges of many rows", "many small rows"]
 
 
-class Case:
-    """Inputs of a call and the gradient of its output."""
-
-    def __init__(
-        self, num_tokens=40, num_experts=4, top_k=2, capacity=None, model_dim=24, hidden_dim=40,
-        gated=False, bias=True, gates=True, skewed=False, by_priority=False, seed=0,
-    ) -> None:  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        scores = torch.rand(num_tokens, num_experts, generator=generator)
-        priority = torch.rand(num_tokens, generator=generator) if by_priority else None
-        choices = scores + torch.arange(num_experts) * 10 * skewed
-        values, ids = choices.topk(top_k)
-        self.plan = make_plan(ids, num_experts, capacity, priority)
-        self.gates = values % 10 if gates else None
-        sizes = [num_tokens] + [0] * (num_experts - 1)
-        inputs = ffn_inputs(sizes, model_dim, hidden_dim, FP32, bias, gated, seed=seed)
-        self.tokens, self.weights, _, self.grad = inputs
-        self.activation = "silu" if gated else "gelu"
-
-    def tensors(self) -> list[torch.Tensor]:
-        """What a call is differentiated in."""
-        return [t for t in (self.tokens, self.gates, *self.weights) if t is not None]
-
-    def run(self, tensors, kernels="auto", plan=None, activation="") -> torch.Tensor:
-        """The output, of other `tensors`."""
-        tokens, *rest = tensors
-        gates = None if self.gates is None else rest.pop(0)
-        weights = self.weights.with_tensors(rest)
-        activation = activation or self.activation
-        return moe_ffn(tokens, gates, weights, plan or self.plan, activation, 0.0, kernels)
-
-    def outcome(self, kernels="auto", activation="", dtype=torch.float32) -> list[torch.Tensor]:
-        """The output and all gradients."""
-        tensors = [tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors()]
-        out = self.run(tensors, kernels, None, activation)
-        grad = self.grad.to(dtype)
-        return [out, *torch.autograd.grad(out, tensors, grad, materialize_grads=True)]
-
-    def assert_equals_the_specification(self, kernels="auto", activation="") -> None:
-        found = self.outcome(kernels, activation)
-        assert all(tensor.isfinite().all() for tensor in found)
-        expected = self.outcome("torch", activation, torch.float64)
-        assert_close(found, expected, torch.float32)
-
+class Case(MoECase):
     def op_inputs(self, keep_hidden=True, **changes) -> MoEFFNInputs:
         choices, offsets, slots, kept, _ = self.plan
         rest = (choices, offsets, slots, kept, None, self.activation, 0.0, keep_hidden)
@@ -183,16 +138,8 @@ def test_activations(activation, gated, calls):
 
 @pytest.mark.usefixtures("guarded")
 def test_any_sizes():
-    draw = random.Random(0)
     for seed in range(25):
-        num_experts = draw.choice([1, 2, 3, 5, 8, 16, 33])
-        top_k = draw.randint(1, min(num_experts, 8))
-        Case(
-            draw.choice([1, 2, 15, 16, 17, 63, 65, 130]), num_experts, top_k,
-            draw.choice([None, None, 1, 3, 50]), draw.choice([1, 5, 15, 16, 31, 33, 48, 70]),
-            draw.choice([1, 2, 7, 15, 16, 17, 33, 100]), draw.random() < 0.5, draw.random() < 0.6,
-            True, draw.random() < 0.3, draw.random() < 0.5, seed,
-        ).assert_equals_the_specification()  # fmt: skip
+        random_moe_case(seed, most_tokens=130).assert_equals_the_specification()
 
 
 @pytest.mark.parametrize("name", THREADED)
