@@ -8,7 +8,7 @@ import torch
 from ffn_cases import FP32, MoECase, assert_close, ffn_inputs, random_moe_case
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn, pack_weights
+from moe_core.ops import ExpertWeights, expert_ffn, moe_ffn, pack_weights
 from moe_core.ops.ffn import fused
 from moe_core.ops.ffn.inputs import MoEFFNInputs, hidden_rows
 from moe_core.ops.native import library
@@ -42,12 +42,15 @@ CASES = {
     "all to one": {"num_tokens": 90, "top_k": 1, "skewed": True},
     "drops": {"num_tokens": 130, "capacity": 9, "gated": True},
     "drops by priority": {"num_tokens": 130, "capacity": 9, "by_priority": True},
+    "one choice of each": {  # some experts have none in the first range
+        "num_tokens": 130, "num_experts": 8, "top_k": 1, "capacity": 1, "by_priority": True,
+    },
     "top-8": {"num_tokens": 30, "num_experts": 11, "top_k": 8, "capacity": 12},
     "no bias": {"bias": False, "gated": True},
     "no gates": {"num_tokens": 90, "top_k": 1, "gates": False},
     "no tokens": {"num_tokens": 0, "gated": True},
     "none kept": {"capacity": 0, "gated": True},
-    # one kept row of every sixteen ranges, if ranges were of all rows
+    # two kept rows in each of 32 pieces, if ranges did not depend on the kept rows
     "most dropped": {
         "num_tokens": 8192, "num_experts": 2, "top_k": 1, "capacity": 32, "by_priority": True,
         "model_dim": 256, "hidden_dim": 2,
