@@ -6,6 +6,7 @@ fp64: values, gradients, threads, memory, damaged plans, and the calls that take
 import pytest
 import torch
 from ffn_cases import FP32, MoECase, assert_close, ffn_inputs, random_moe_case
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import ExpertWeights, expert_ffn, moe_ffn, pack_weights
@@ -13,6 +14,7 @@ from moe_core.ops.ffn import fused
 from moe_core.ops.ffn.inputs import MoEFFNInputs, hidden_rows
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
+from moe_core.registry import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(
     library.chosen() is None, reason="this CPU or compiler lacks the instructions"
@@ -190,6 +192,7 @@ def test_other_strides_of_tokens_and_gradients():
     case.grad = torch.ones(1, 1).expand_as(case.grad)
     case.tokens = torch.cat([case.tokens.t(), torch.ones(1, 40)])[:-1].t()
     case.gates = case.gates.t().contiguous().t()
+    case.weights = case.weights._replace(b1=case.weights.b1.t().contiguous().t())
     assert all(torch.equal(a, b) for a, b in zip(case.outcome(), expected, strict=True))
 
 
@@ -317,34 +320,39 @@ def test_weights_that_do_not_fit_are_refused():
 # 3. The form of a call
 
 
-def test_calls_that_take_another_form_give_the_same(calls):
-    case = Case(gated=True)
+def test_calls_that_take_another_form_give_the_same(calls, monkeypatch):
+    case = Case(gated=True, model_dim=32, hidden_dim=64)
+    weights, inputs = case.weights, (case.gates, case.weights, case.plan)
     expected = case.run(case.tensors())
     assert calls.pop() == "forward"
-    transposed = case.weights._replace(w1=case.weights.w1.mT.contiguous().mT)
-    packed = pack_weights(case.weights, torch.float32, "silu")
-    both = torch.cat([case.weights.w1, case.weights.w3], 1)
-    halves = case.weights._replace(w1=both[:, :40], w3=both[:, 40:])
-    narrow = case.weights.map(torch.Tensor.bfloat16)
-    for tokens, gates, weights, kernels, limit in (
-        (case.tokens, case.gates, transposed, "auto", 1e-5),
-        (case.tokens, case.gates, halves, "auto", 1e-5),
-        (case.tokens, case.gates, case.weights, "torch", 1e-5),
-        (case.tokens.double(), case.gates.double(), case.weights.map(torch.Tensor.double),
-         "auto", 1e-5),
-        (case.tokens, case.gates.double(), case.weights, "auto", 1e-5),
-        (case.tokens.bfloat16(), case.gates, case.weights, "auto", 0.05),
-        (case.tokens.bfloat16(), case.gates.bfloat16(), narrow, "auto", 0.05),
-        *([] if packed is None else [(case.tokens, case.gates, packed, "auto", 1e-5)]),
-    ):  # fmt: skip
-        found = moe_ffn(tokens, gates, weights, case.plan, "silu", 0.0, kernels)
-        largest = expected.abs().max().item()
-        torch.testing.assert_close(found.float(), expected, rtol=0, atol=limit * largest)
+
+    def assert_as_expected(found, limit=1e-5):
+        limit *= expected.abs().max().item()
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=limit)
         assert not calls
-    torch.func.vmap(
-        lambda tokens: moe_ffn(tokens, case.gates, case.weights, case.plan, "silu"),
-    )(case.tokens.unsqueeze(0))
-    moe_ffn(case.tokens, case.gates, case.weights, case.plan, "silu", dropout=0.5)
+
+    both = torch.cat([weights.w1, weights.w3], 1)
+    for others in (
+        weights._replace(w1=weights.w1.mT.contiguous().mT),
+        weights._replace(w1=both[:, :64], w3=both[:, 64:]),
+        pack_weights(weights, torch.float32, "silu"),
+    ):
+        assert_as_expected(moe_ffn(case.tokens, case.gates, others, case.plan, "silu"))
+    assert_as_expected(moe_ffn(case.tokens, *inputs, "silu", kernels="torch"))
+    half, double = torch.bfloat16, torch.float64
+    for tokens_in, gates_in, weights_in in (
+        (double, double, double), (torch.float32, double, torch.float32),
+        (half, torch.float32, torch.float32), (half, half, half),
+    ):  # fmt: skip
+        others = weights.map(lambda weight, dtype=weights_in: weight.to(dtype))
+        tokens, gates = case.tokens.to(tokens_in), case.gates.to(gates_in)
+        limit = 1e-5 if tokens_in != half else 0.05
+        assert_as_expected(moe_ffn(tokens, gates, others, case.plan, "silu"), limit)
+    monkeypatch.setitem(ACTIVATIONS._values, "mine", torch.nn.functional.silu)
+    assert_as_expected(moe_ffn(case.tokens, *inputs, "mine"))
+    by_sample = torch.func.vmap(lambda tokens: moe_ffn(tokens, *inputs, "silu"))
+    assert_as_expected(by_sample(case.tokens.unsqueeze(0))[0])
+    moe_ffn(case.tokens, *inputs, "silu", dropout=0.5)
     assert not calls
 
 
@@ -372,6 +380,14 @@ def test_a_layer_uses_it_compiled_with_any_number_of_tokens(calls):
             outcomes.append([y, x.grad, *(p.grad.clone() for p in layer.parameters())])
         torch.testing.assert_close(*outcomes)
     assert calls == ["forward", "backward"] * 6
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_flops_are_counted(gated):
+    case = Case(gated=gated)
+    with FlopCounterMode(display=False) as counter:
+        case.outcome()
+    assert counter.get_total_flops() == 3 * (3 if gated else 2) * 2 * 80 * 40 * 24
 
 
 def test_opcheck(monkeypatch):
