@@ -210,6 +210,20 @@ def test_biases_of_another_dtype_have_gradients_of_it():
     assert_close(found, expected, torch.float32)
 
 
+INTEGERS_AS_BITS = pytest.mark.xfail(strict=True, reason="their bits are read as fp32")
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.int64, marks=INTEGERS_AS_BITS), torch.float16], ids=str
+)
+def test_biases_of_another_dtype_count_as_their_numbers(dtype):
+    case = Case()
+    weights = case.weights._replace(b1=torch.ones(4, 40), b2=torch.ones(4, 24))
+    others = weights._replace(b1=weights.b1.to(dtype), b2=weights.b2.to(dtype))
+    inputs = (case.tokens, case.gates)
+    assert torch.equal(moe_ffn(*inputs, others, case.plan), moe_ffn(*inputs, weights, case.plan))
+
+
 def test_choices_in_32_bits_are_the_same():
     case = Case()
     plan = case.plan._replace(choices=case.plan.choices.int(), offsets=case.plan.offsets.long())
