@@ -75,6 +75,11 @@ class _Call:
     def __init__(self, inputs: MoEFFNInputs) -> None:
         num_tokens, model_dim = inputs.tokens.shape
         num_experts, hidden_dim, _ = inputs.w1.shape
+        if inputs.offsets.dim() != 1 or inputs.slots.dim() != 2:
+            raise ValueError(
+                f"offsets is {list(inputs.offsets.shape)}, slots {list(inputs.slots.shape)}, not"
+                " [E] and [T, K]"
+            )
         ends = inputs.offsets.tolist()
         num_rows, top_k = len(inputs.choices), inputs.slots.shape[1]
         # otherwise C++ could read or write past the end of a tensor
@@ -88,9 +93,11 @@ class _Call:
         starts = [0] + ends[:-1]
         self.unused_experts = [e for e in range(num_experts) if starts[e] == ends[e]]
         self.kernels = inputs.kernels
-        values = inputs._asdict()
-        values["choices"], values["offsets"] = inputs.choices.long(), inputs.offsets.int()
-        self.tensors = [_contiguous(values[name]) for name in _POINTERS]
+        numbers = (inputs.tokens, inputs.gates, *inputs.weights)  # biases may have any dtype
+        tensors = [None if tensor is None else tensor.float() for tensor in numbers]
+        tensors += [inputs.choices.long(), inputs.offsets.int()]
+        # in the order of _POINTERS
+        self.tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         self.problem = _Problem(
             *map(pointer, self.tensors),
             num_tokens=num_tokens,
@@ -110,12 +117,3 @@ class _Call:
         function = getattr(functions, f"moe_{direction}")
         if function(problem, pointer(memory), *map(pointer, tensors)) != 0:
             raise ValueError("choices: one is not below the number of tokens times top_k")
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    """A copy that C++ can read: floating-point numbers, which only biases need, in fp32."""
-    if tensor is None:
-        return None
-    if tensor.is_floating_point():
-        tensor = tensor.float()
-    return tensor.contiguous()

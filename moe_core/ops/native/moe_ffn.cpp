@@ -317,7 +317,8 @@ void moe_forward(const MoEProblem& p, const Cells& cells, char* memory, float* o
         const long units = std::min(step, H - unit), weight = (e * H + unit) * M, bias = e * H + unit;
         const Rows h(space.h, part.n, units), z(reinterpret_cast<int32_t*>(space.z), part.n, units);
         const auto kept = [&](float* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
-        const Ahead w2(p.w2 + weight, units * M), w3(p.w3 + weight, p.w3 ? units * M : 0);
+        const Ahead w2(p.w2 + weight, units * M);
+        const Ahead w3 = p.w3 ? Ahead(p.w3 + weight, units * M) : Ahead();
         over_model(space, p.w1 + weight, units, x, p.w3 ? w3 : w2, [&](long i, long row, V v) {
           if (p.b1) v = v + broadcast(p.b1[bias + i]);
           if (hidden) store(kept(hidden, i, row), v);
@@ -419,7 +420,8 @@ void moe_backward(const MoEProblem& p, const Cells& cells, char* memory, const f
           if (to_b) bias_gradient(d, n, to_b + bias, add);
           if (to.tokens) over_units(space, w + weight, d, M, ahead, add_rows);
         };
-        const Ahead next = next_weight(p, p.w2, e, unit + step, step), w3(p.w3 + weight, p.w3 ? units * M : 0);
+        const Ahead next = next_weight(p, p.w2, e, unit + step, step);
+        const Ahead w3 = p.w3 ? Ahead(p.w3 + weight, units * M) : Ahead();
         through(dz, p.w1, to.w1, to.b1, p.w3 ? w3 : next, unit > 0);
         if (p.w3) through(du, p.w3, to.w3, to.b3, next, true);
       }

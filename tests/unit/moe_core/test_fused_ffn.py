@@ -210,12 +210,7 @@ def test_biases_of_another_dtype_have_gradients_of_it():
     assert_close(found, expected, torch.float32)
 
 
-INTEGERS_AS_BITS = pytest.mark.xfail(strict=True, reason="their bits are read as fp32")
-
-
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.int64, marks=INTEGERS_AS_BITS), torch.float16], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16], ids=str)
 def test_biases_of_another_dtype_count_as_their_numbers(dtype):
     case = Case()
     weights = case.weights._replace(b1=torch.ones(4, 40), b2=torch.ones(4, 24))
