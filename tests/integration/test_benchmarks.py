@@ -4,7 +4,6 @@ import importlib
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,8 @@ import layer
 import peers
 import pieces
 import timing
+
+from swinv2_moe.measure import rounds
 
 ROOT = Path(__file__).parents[2]
 NETWORK = (
@@ -181,8 +182,7 @@ def test_on_a_gpu_a_time_is_the_mean_of_many_calls(monkeypatch):
     calls = []
     clock = SimpleNamespace(perf_counter=lambda: 2e-3 * len(calls))
     monkeypatch.setattr(timing, "time", clock)
-    interleaved = partial(timing.interleaved, clock=clock.perf_counter)
-    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(rounds, "time", clock)
     monkeypatch.setattr(timing, "MILLISECONDS", 9.0)
     found = timing.timed({"work": lambda: calls.append(1)}, 2, "cuda")
     assert len(calls) == 3 + 5 * 3  # to calibrate; a round to warm up, two that count

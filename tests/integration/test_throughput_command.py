@@ -105,7 +105,9 @@ def test_roofline(roofline, tiny, tmp_path):
     finished = roofline(*CFG, "--output", tmp_path, "--batch-size", "16", QUICK, *tiny)
     assert (finished.status, finished.err) == (0, "")
     found = json.loads((tmp_path / "roofline.json").read_text())
-    assert list(found["phases"]) == [name for name in PHASES if name != "exchange"]
+    # `dispatch` is a part of `experts` where one operator does both
+    expected = [name for name in PHASES if name not in ("exchange", "dispatch")]
+    assert [name for name in found["phases"] if name != "dispatch"] == expected
     runs = {name: phase["run"] for name, phase in found["phases"].items()}
     step = found["step"]["run"]
     assert runs.pop("checkpoint") == found["peaks"]["written"]["run"] != step

@@ -276,7 +276,8 @@ class TestKernels:
         tokens, gates, rows = random(7, 3), random(7, 2), random(len(choices), 3)
         logits, logits_noise = random(7, 8), random(7, 8, seed=1)
         _, ids, probs, sums = route_by_triton(logits, logits_noise, 2, True, "load_importance", 0.2)
-        routed = (logits, None, logits_noise, ids, probs, logits.new_empty(0))
+        routed = (logits, None, logits_noise, ids, gates, probs, logits.new_empty(0))
+        form = ("softmax", "route.triton", "triton")
         priority = probs.amax(1)
         loss = (True, "load_importance", 0.2, 0.2)
         grad_gates = torch.ones_like(gates)
@@ -288,11 +289,11 @@ class TestKernels:
             (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "combine.triton")),
             (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "combine.triton")),
             (OPS.make_plan, (ids, 8, None, ids.new_full((), 2), priority, 14, "plan.triton")),
-            (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None)),
-            (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None)),
-            (OPS.route_backward, (*routed, grad_gates, None, sums, None, *loss)),
-            (OPS.route_backward, (*routed, None, probs, None, None, *loss)),
-            (OPS.route, (x, weight, noise, 2, True, "gshard", 0.25, 0.25, torch.float16)),
+            (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None, *form)),
+            (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None, *form)),
+            (OPS.route_backward, (*routed, grad_gates, None, sums, None, *loss, *form)),
+            (OPS.route_backward, (*routed, None, probs, None, None, *loss, *form)),
+            (OPS.route, (x, weight, noise, 2, True, "gshard", 0.25, 0.25, torch.float16, *form)),
             (OPS.loss_of_sums, (loss_sums, None, 40, "load_importance")),
         ):
             torch.library.opcheck(op.default, inputs, test_utils=CHEAP_CHECKS)
