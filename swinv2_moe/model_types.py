@@ -16,7 +16,7 @@ __all__ = ["Section", "check_moe_blocks", "register_model_type"]
 warnings.warn(
     "swinv2_moe.model_types is swinv2_moe.models.section now: a section is a subclass of Trunk, and"
     " DATA.CHANNELS is the number of channels (IN_CHANS) of every type",
-    DeprecationWarning,
+    FutureWarning,  # which Python shows
     stacklevel=2,
 )
 
@@ -29,7 +29,8 @@ def Section(
     sizes: Mapping[str, str] | None = None,
     meanings: Mapping[str, str] | None = None,
 ) -> type[Trunk]:
-    """A subclass of Trunk from the arguments of earlier versions. IN_CHANS is left out."""
+    """A subclass of Trunk from the arguments of earlier versions. IN_CHANS is left out; where files
+    have it, it is read as DATA.CHANNELS."""
     fields = []
     for key, default in defaults.items():
         low, high = (ranges or {}).get(key, (-inf, inf))

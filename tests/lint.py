@@ -38,6 +38,9 @@ KNOWN = {
     # Whether a torch.func transform is active; torch.autograd.Function itself calls it.
     "torch._C",
     "torch._C._are_functorch_transforms_active",
+    # Whether gradients are batched (is_grads_batched), which no public function tells.
+    "torch._C._functorch",
+    "torch._C._functorch.is_legacy_batchedtensor",
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",

@@ -14,7 +14,15 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config, check_settings, choices, order_words
-from swinv2_moe.config.retired import ONCE_BOOL, RETIRED, merged, shown, translate, warn_once
+from swinv2_moe.config.retired import (
+    ONCE_BOOL,
+    RETIRED,
+    merged,
+    retire_channels,
+    shown,
+    translate,
+    warn_once,
+)
 from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short
@@ -330,6 +338,7 @@ def _checked(
         source: the beginning of messages.
     """
     values = {}
+    retire_channels()
     for key, value in content.items():
         if not isinstance(key, str):
             key = short(key)

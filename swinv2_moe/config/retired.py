@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from swinv2_moe.data.section import CropConfig
 from swinv2_moe.errors import UserError, short
+from swinv2_moe.models.section import TRUNKS
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ RETIRED = {
     "DATA.CHECK_FILES": Retired(False, "`train --check-files` reads every image first"),
     "MODEL.DROP_RATE": Retired(0.0, "there is no dropout before the classifier"),
     "MODEL.ATTN_DROP_RATE": Retired(0.0, "there is no dropout of attention weights"),
-    "MODEL.SWINV2.IN_CHANS": Retired(3, "1", moved_to="DATA.CHANNELS"),
-    "MODEL.VIT.IN_CHANS": Retired(3, "1", moved_to="DATA.CHANNELS"),
+    "MODEL.SWINV2.IN_CHANS": Retired(3, "3", moved_to="DATA.CHANNELS"),
+    "MODEL.VIT.IN_CHANS": Retired(3, "3", moved_to="DATA.CHANNELS"),
     "MODEL.SWINV2.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.QKV_BIAS": Retired(True, "it is always True", shapes_weights=True),
     "MODEL.VIT.MLP_RATIO": Retired(4.0, "it is always 4", shapes_weights=True),
@@ -122,6 +123,12 @@ def _is_old(key: str, value: object) -> bool:
     return value in _OLD_VALUES[key]
 
 
+def retire_channels() -> None:
+    """Let files of registered model types have IN_CHANS, which every type had."""
+    for trunk in TRUNKS.values():
+        RETIRED.setdefault(f"MODEL.{trunk.group}.IN_CHANS", RETIRED["MODEL.VIT.IN_CHANS"])
+
+
 def translate(
     values: Mapping[str, object], told: Collection[str] | None = None
 ) -> dict[str, object]:
@@ -150,7 +157,8 @@ def translate(
                 line += f": {shown(moved[retired.moved_to])}"
             else:
                 line += f", for example {retired.became}"
-                if not is_default:
+                # a value in the group of another model type has no effect
+                if not is_default and retired.moved_to != "DATA.CHANNELS":
                     raise UserError(line)
         if retired.shapes_weights and not is_default:
             raise UserError(f"{line}; commit {_LAST_COMMIT} is the last that can use this value")
@@ -195,12 +203,12 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
 
 
 def _moved_channels(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
-    """DATA.CHANNELS from the group of MODEL.TYPE, if that is known: the other has no effect."""
-    groups = ["SWINV2", "VIT"]
-    if "MODEL.TYPE" in new:
-        groups = ["VIT" if new["MODEL.TYPE"] == "vit_moe" else "SWINV2"]
-    for group in groups:
-        key = f"MODEL.{group}.IN_CHANS"
+    """DATA.CHANNELS from the group of MODEL.TYPE, if that is known: the others have no effect."""
+    keys = [key for key in old if key.endswith(".IN_CHANS")]
+    trunk = TRUNKS.get(str(new.get("MODEL.TYPE", "")))
+    if trunk is not None:
+        keys = [f"MODEL.{trunk.group}.IN_CHANS"]
+    for key in keys:
         if old.get(key, 3) != 3:
             return {"DATA.CHANNELS": old[key]}
     return {}

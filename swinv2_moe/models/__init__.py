@@ -34,3 +34,6 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module("swinv2_moe.models.api"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -247,7 +247,9 @@ class _AttentionOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         qkv, bias, mask, scale, weights, inverse, out = ctx.saved_tensors
-        if is_differentiated_again(grad):
+        # Batched gradients, of is_grads_batched, have rules for torch's own operations.
+        is_batched = torch._C._functorch.is_legacy_batchedtensor(grad)
+        if is_batched or is_differentiated_again(grad):
             return _plain_backward(ctx, grad, qkv, bias, mask, scale)
         with without_autocast(qkv):
             grads = _gradients(grad, out, qkv, scale, weights, inverse)

@@ -30,7 +30,11 @@ def forward(
         logits, noise: [T, E]; experts are chosen by their sum.
     """
     num_tokens, num_experts = logits.shape
-    assert 1 <= top_k <= num_experts
+    # otherwise C++ would read past the end of a tensor
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k ({top_k}) must be from 1 to the {num_experts} experts")
+    if noise is not None and noise.shape != logits.shape:
+        raise ValueError(f"noise is {list(noise.shape)}, the logits {list(logits.shape)}")
     gates = logits.new_empty(num_tokens, top_k)
     ids = torch.empty_like(gates, dtype=torch.int64)
     probs = empty(logits.shape, logits.dtype, logits.device)
