@@ -155,7 +155,12 @@ def _of_run(path: Path) -> TrainedWith:
         meta = read_meta(newest, "MODEL.PRETRAINED")
     except UserError:  # the reader of the weights says what is wrong
         return TrainedWith()
-    return settings_of_checkpoint(meta, f"checkpoint {newest}")
+    try:
+        return settings_of_checkpoint(meta, f"checkpoint {newest}")
+    except UserError as error:
+        if isinstance(error.__cause__, ValueError):  # a detector's configuration is no YAML
+            return TrainedWith()
+        raise
 
 
 def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
