@@ -18,7 +18,7 @@ from swinv2_moe.config.retired import (
     ONCE_BOOL,
     RETIRED,
     merged,
-    retire_channels,
+    retired_keys,
     shown,
     translate,
     warn_once,
@@ -338,13 +338,13 @@ def _checked(
         source: the beginning of messages.
     """
     values = {}
-    retire_channels()
+    retired = retired_keys()
     for key, value in content.items():
         if not isinstance(key, str):
             key = short(key)
         name = prefix + key
-        if name in RETIRED:
-            values[name] = _coerce(name, value, RETIRED[name].default, source)
+        if name in retired:
+            values[name] = _coerce(name, value, retired[name].default, source)
             continue
         if key not in group:
             name, value = _innermost(name, value)

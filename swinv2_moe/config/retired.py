@@ -109,8 +109,9 @@ def merged(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str
     """`values` with those of `over`, without the retired keys of `values` whose place a value of
     `over` takes that earlier versions did not have."""
     kept: dict[str, object] = {}
+    known = retired_keys()
     for key, value in values.items():
-        heir = key in RETIRED and RETIRED[key].moved_to
+        heir = key in known and known[key].moved_to
         if not heir or heir not in over or _is_old(heir, over[heir]):
             kept[key] = value
     return kept | dict(over)
@@ -123,10 +124,10 @@ def _is_old(key: str, value: object) -> bool:
     return value in _OLD_VALUES[key]
 
 
-def retire_channels() -> None:
-    """Let files of registered model types have IN_CHANS, which every type had."""
-    for trunk in TRUNKS.values():
-        RETIRED.setdefault(f"MODEL.{trunk.group}.IN_CHANS", RETIRED["MODEL.VIT.IN_CHANS"])
+def retired_keys() -> dict[str, Retired]:
+    """RETIRED, and IN_CHANS of each registered model type, which every type had."""
+    channels = RETIRED["MODEL.VIT.IN_CHANS"]
+    return RETIRED | {f"MODEL.{trunk.group}.IN_CHANS": channels for trunk in TRUNKS.values()}
 
 
 def translate(
@@ -142,11 +143,12 @@ def translate(
         UserError: a retired key with a value that trained weights depend on, or that nothing has
             now, or beside the key that has its value now.
     """
-    new = {key: value for key, value in values.items() if key not in RETIRED}
-    old = {key: value for key, value in values.items() if key in RETIRED}
+    known = retired_keys()
+    new = {key: value for key, value in values.items() if key not in known}
+    old = {key: value for key, value in values.items() if key in known}
     moved = _moved(old, new)
     for key, value in old.items():
-        retired = RETIRED[key]
+        retired = known[key]
         is_default = value == retired.default
         if told is not None and key not in told and (is_default or retired.moved_to):
             continue
@@ -171,16 +173,17 @@ def translate(
 
 def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
     """The keys and values that have those of the retired keys `old` now; `new`: the other keys."""
+    known = retired_keys()
     for key, value in old.items():
-        heir = RETIRED[key].moved_to
-        if value == RETIRED[key].default or heir not in _OLD_VALUES:
+        heir = known[key].moved_to
+        if value == known[key].default or heir not in _OLD_VALUES:
             continue
         if heir not in new or _is_old(heir, new[heir]) or new[heir] in _SAME.get(key, ()):
             continue
         raise UserError(
             f"{key} is {shown(value)}, but {heir} is {shown(new[heir])}, which has its value"
             f" now: leave the former out, and write what is meant in {heir}, for example"
-            f" {RETIRED[key].became}"
+            f" {known[key].became}"
         )
     moved = _moved_strategy(old, new) | _moved_channels(old, new)
     if old.get("AUG.MIXUP_PROB") == 0:

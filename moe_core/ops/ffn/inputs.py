@@ -121,6 +121,11 @@ class FFNInputs(NamedTuple):
     keep_hidden: bool  # whether the op returns what its backward pass needs
 
     @property
+    def form(self) -> str:
+        """The module that computes the op."""
+        return "ffn.cpp"
+
+    @property
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
 

@@ -271,13 +271,10 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
 # 1. Ops, with fake kernels, FLOPs and autograd
 
 
-def _register(
-    name: str, inputs_type: type, form: str, plain: Callable, transposed_gradients: bool
-) -> None:
+def _register(name: str, inputs_type: type, plain: Callable, transposed_gradients: bool) -> None:
     """Register the op `name` with the arguments `inputs_type`, and its backward op.
 
     Args:
-        form: the module that computes both, unless the arguments name it.
         plain: the op's output in plain torch, of the same arguments.
         transposed_gradients: whether gradients have the memory order of transposed weights.
     """
@@ -297,7 +294,7 @@ def _register(
         Only the form itself reads it: ffn.fused has an order and more rows of its own.
         """
         inputs = make(arguments)
-        return load(getattr(inputs, "form", form)).forward(inputs)
+        return load(inputs.form).forward(inputs)
 
     @torch.library.custom_op(
         f"moe_core::{name}_backward",
@@ -308,7 +305,7 @@ def _register(
     def backward(grad, needs, *arguments):
         """Gradients of the fields up to b3; empty where `needs` is False."""
         inputs, hidden = make(arguments[:-1]), arguments[-1]
-        computed = load(getattr(inputs, "form", form)).backward(inputs, grad, hidden, needs)
+        computed = load(inputs.form).backward(inputs, grad, hidden, needs)
         return tuple(grad.new_empty(0) if g is None else g for g in computed)
 
     @forward.register_fake
@@ -346,7 +343,7 @@ def _fake_outputs(inputs) -> tuple[Tensor, Tensor]:
     num_kept = 0
     if inputs.keep_hidden:
         num_rows = _rows_of(inputs).shape[0]
-        if getattr(inputs, "form", "") == "ffn.fused":
+        if inputs.form == "ffn.fused":
             num_rows = hidden_rows(num_rows, inputs.w1.shape[0])
         num_kept = num_rows * inputs.weights.num_kept
     hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
@@ -408,5 +405,5 @@ def _plain_moe_ffn(*fields) -> Tensor:
     return sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
 
 
-_register("expert_ffn", FFNInputs, "ffn.cpp", _plain_expert_ffn, transposed_gradients=True)
-_register("moe_ffn", MoEFFNInputs, "ffn.triton", _plain_moe_ffn, transposed_gradients=False)
+_register("expert_ffn", FFNInputs, _plain_expert_ffn, transposed_gradients=True)
+_register("moe_ffn", MoEFFNInputs, _plain_moe_ffn, transposed_gradients=False)

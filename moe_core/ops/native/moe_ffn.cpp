@@ -3,7 +3,7 @@
 //
 // Tokens are gathered while they are packed, 16 of them side by side in a vector. Every product is a weight times these
 // vectors, so its results lie as the next product reads them. Only at the end are they turned, and added to the tokens'
-// rows. The gradient of a weight reads the tokens where they are.
+// rows. The gradient of a weight copies some columns of the tokens at a time, and packs nothing.
 //
 // T tokens, K top-k, E experts, M model dim, H hidden dim, n choices of a cell
 
@@ -27,7 +27,8 @@ constexpr long kMostRows = 640;  // of a cell that are worked on at once
 
 inline long in_sixteens(long n) { return (n + 15) / 16 * 16; }
 
-// 1. The division of the work: it depends on sizes alone, so results do not depend on the number of threads
+// 1. The division of the work. It depends on sizes and on the number of kept choices, so results are the same for any
+// number of threads.
 
 // The choices of an expert by a range of tokens. Its results are added to the tokens after those of the experts before it,
 // and its gradients of weights to those of the ranges before it.
@@ -44,8 +45,8 @@ struct Cells {
   bool valid = true;
 
   static long length_of(const MoEProblem& p) {
-    // A range's tokens and results fit the L2 cache; but an expert has so many that its weights are packed, and their
-    // gradients read, seldom. hidden_rows in ../ffn/fused.py relies on 256.
+    // A range's tokens and results fit the L2 cache, unless an expert then has so few rows in it that packing its weights
+    // counts. hidden_rows in ../ffn/inputs.py relies on at least 256 rows.
     const double rows = std::clamp(p.hidden_dim * p.model_dim / 1024L, 256L, 1024L);
     const double tokens = std::max(static_cast<double>((128L << 10) / p.model_dim), rows * p.num_experts / p.top_k);
     const double kept = static_cast<double>(p.ends[p.num_experts - 1]) / p.top_k;  // in tokens
@@ -83,7 +84,7 @@ struct Cells {
   }
 };
 
-// Work that is done in turn by whoever has it.
+// Places in memory to which cells add one after the other: a cell waits for its turn, and ends it.
 class Turns {
   std::unique_ptr<std::atomic<long>[]> next;
 
@@ -105,7 +106,8 @@ inline long units_of(const MoEProblem& p) {
 struct MoESpace {
   int32_t *x, *w, *h, *dz, *du;
   float *z, *so_far, *sums, *columns, *gates, *grad_gates;
-  const float **rows, **grads;
+  const float **rows, **grads;  // of the tokens, and of the gradient of their results
+  float** to;                   // where the results are added
 
   MoESpace(Arena& arena, const MoEProblem& p, bool backward) {
     const long M = p.model_dim, units = units_of(p), n = kMostRows, h_words = Rows::words(n, units);
@@ -119,7 +121,7 @@ struct MoESpace {
     sums = arena.take<float>(M * sums_stride());
     columns = arena.take<float>(backward ? n * 16 * kTileColumns : 0);
     gates = arena.take<float>(n), grad_gates = arena.take<float>(n);
-    rows = arena.take<const float*>(n), grads = arena.take<const float*>(n);
+    rows = arena.take<const float*>(n), grads = arena.take<const float*>(n), to = arena.take<float*>(n);
   }
   static constexpr long sums_stride() { return kMostRows + 16; }  // no power of two
 };
@@ -241,8 +243,8 @@ inline void weight_gradient(const MoESpace& space, const Rows& d, const float* c
   }
 }
 
-// to [rows' tokens, M] += scales times (space.sums [M, n] turned, and the bias).
-inline void add_to_tokens(const MoESpace& space, float* const* to, const float* scales, const float* bias, long n, long M) {
+// The rows space.to [n, M] += scales times (space.sums [M, n] turned, and the bias); both may be null.
+inline void add_to_tokens(const MoESpace& space, const float* scales, const float* bias, long n, long M) {
   for (long row = 0; row < n; row += 16) {
     for (long m = 0; m < M; m += 16) {
       const auto add = [&](long count, long rows) {
@@ -255,7 +257,7 @@ inline void add_to_tokens(const MoESpace& space, float* const* to, const float* 
           V sum;
           std::memcpy(&sum, &v[i], sizeof sum);
           if (bias) sum = sum + load(bias + m, count);
-          float* place = to[row + i] + m;
+          float* place = space.to[row + i] + m;
           store(place, multiply_add(sum, broadcast(scales ? scales[row + i] : 1.0f), load(place, count)), count);
         }
       };
@@ -275,7 +277,7 @@ struct Part {
   const int32_t* choices;
 };
 
-// run(part) for the parts of a cell; and the gates of each.
+// run(part) for the parts of a cell, of nearly equal sizes; their gates are in the space.
 template <class Run>
 void for_each_part(const MoEProblem& p, const Cells& cells, const Cell& cell, const MoESpace& space, Run run) {
   const long rows = cell.end - cell.start, parts = (rows + kMostRows - 1) / kMostRows;
@@ -288,28 +290,28 @@ void for_each_part(const MoEProblem& p, const Cells& cells, const Cell& cell, co
   }
 }
 
+// The tokens of a range start at 0; the range's first cell does this.
+inline void clear(float* to, const MoEProblem& p, const Cells& cells, const Cell& cell) {
+  if (!to || cell.expert > 0) return;
+  const long first = cell.range * cells.length, end = std::min(first + cells.length, p.num_tokens);
+  std::fill(to + first * p.model_dim, to + end * p.model_dim, 0.0f);
+}
+
+// rows[i] = the token's row of each choice.
 template <class T>
 void point_to(T** rows, T* tokens, const Part& part, const MoEProblem& p) {
-  for (long i = 0; i < part.n; i++)
-    rows[i] = tokens + static_cast<long>(static_cast<uint32_t>(part.choices[i]) / static_cast<uint32_t>(p.top_k)) * p.model_dim;
+  const uint32_t K = p.top_k;  // a division of 64 bits takes longer
+  for (long i = 0; i < part.n; i++) rows[i] = tokens + static_cast<uint32_t>(part.choices[i]) / K * p.model_dim;
 }
 
 template <class Act>
-void moe_forward(const MoEProblem& p, const Cells& cells, char* memory, float* out, float* hidden) {
+void forward(const MoEProblem& p, const Cells& cells, char* memory, float* out, float* hidden) {
   const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
   float* hidden_u = hidden ? hidden + p.hidden_rows * H : nullptr;
   Turns of_range(cells.all.size() / p.num_experts);
   for_each_cell(p, cells, memory, false, [&](const Cell& cell, const MoESpace& space) {
     const long e = cell.expert;
-    bool waited = false;
-    const auto wait = [&] {
-      if (!waited) of_range.wait(cell.range, e);
-      waited = true;
-    };
-    if (e == 0) {
-      const long first = cell.range * cells.length, end = std::min(first + cells.length, p.num_tokens);
-      std::fill(out + first * M, out + end * M, 0.0f);
-    }
+    clear(out, p, cells, cell);
     for_each_part(p, cells, cell, space, [&](const Part& part) {
       point_to(space.rows, p.tokens, part, p);
       const auto x = pack_rows(space.x, space.rows, part.n, M);
@@ -331,12 +333,11 @@ void moe_forward(const MoEProblem& p, const Cells& cells, char* memory, float* o
         });
         over_units(space, p.w2 + weight, h, M, next_weight(p, p.w1, e, unit + step, step), unit > 0);
       }
-      float** to = const_cast<float**>(space.grads);
-      point_to(to, out, part, p);
-      wait();
-      add_to_tokens(space, to, space.gates, p.b2 ? p.b2 + e * M : nullptr, part.n, M);
+      point_to(space.to, out, part, p);
+      of_range.wait(cell.range, e);
+      add_to_tokens(space, space.gates, p.b2 ? p.b2 + e * M : nullptr, part.n, M);
     });
-    wait();
+    of_range.wait(cell.range, e);  // a cell without choices has not waited
     of_range.end(cell.range);
   });
 }
@@ -355,23 +356,16 @@ inline void bias_gradient(const Rows& d, long n, float* to, bool add) {
 }
 
 template <class Act>
-void moe_backward(const MoEProblem& p, const Cells& cells, char* memory, const float* grad, const float* hidden,
-                  const MoEGradients& to) {
+void backward(const MoEProblem& p, const Cells& cells, char* memory, const float* grad, const float* hidden,
+              const MoEGradients& to) {
   const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
   const float* hidden_u = hidden + p.hidden_rows * H;
   Turns of_range(cells.all.size() / p.num_experts), of_expert(p.num_experts);
   for_each_cell(p, cells, memory, true, [&](const Cell& cell, const MoESpace& space) {
     const long e = cell.expert;
-    if (to.tokens && e == 0) {
-      const long first = cell.range * cells.length, end = std::min(first + cells.length, p.num_tokens);
-      std::fill(to.tokens + first * M, to.tokens + end * M, 0.0f);
-    }
+    clear(to.tokens, p, cells, cell);
     of_expert.wait(e, cell.range);
-    bool add = !cell.first, waited = false;
-    const auto wait = [&] {
-      if (!waited) of_range.wait(cell.range, e);
-      waited = true;
-    };
+    bool add = !cell.first;
     for_each_part(p, cells, cell, space, [&](const Part& part) {
       const long n = part.n;
       point_to(space.grads, grad, part, p);
@@ -398,7 +392,8 @@ void moe_backward(const MoEProblem& p, const Cells& cells, char* memory, const f
         const auto kept = [&](const float* all, long i, long row) {
           return load(all + (part.place + row) * H + (unit + i) * 16);
         };
-        over_model(space, p.w2 + weight, units, dy, Ahead(p.w1 + weight, to.tokens ? units * M : 0), [&](long i, long row, V v) {
+        const Ahead w1(p.w1 + weight, to.tokens ? units * M : 0);
+        over_model(space, p.w2 + weight, units, dy, w1, [&](long i, long row, V v) {
           const V gate = load(space.gates + row), dh = v * gate, z = kept(hidden, i, row);
           V value;
           if (p.w3) {
@@ -429,14 +424,13 @@ void moe_backward(const MoEProblem& p, const Cells& cells, char* memory, const f
         for (long i = 0; i < n; i++) to.gates[part.choices[i]] = by_gate[i];
       add = true;
       if (!to.tokens) return;
-      float** rows = const_cast<float**>(space.grads);
-      point_to(rows, to.tokens, part, p);
-      wait();
-      add_to_tokens(space, rows, nullptr, nullptr, n, M);
+      point_to(space.to, to.tokens, part, p);
+      of_range.wait(cell.range, e);
+      add_to_tokens(space, nullptr, nullptr, n, M);
     });
     finish_streams();
     of_expert.end(e);
-    wait();
+    of_range.wait(cell.range, e);  // a cell without choices has not waited
     of_range.end(cell.range);
   });
 }
@@ -456,7 +450,7 @@ long moe_space(const MoEProblem* p, long backward) {
 long moe_forward(const MoEProblem* p, char* memory, float* out, float* hidden) {
   const Cells cells(*p);
   if (!cells.valid) return 1;
-  activated(p->activation, [&](auto act) { moe_forward<decltype(act)>(*p, cells, memory, out, hidden); });
+  activated(p->activation, [&](auto act) { forward<decltype(act)>(*p, cells, memory, out, hidden); });
   return 0;
 }
 
@@ -466,7 +460,7 @@ long moe_backward(const MoEProblem* p, char* memory, const float* grad, const fl
   const Cells cells(*p);
   if (!cells.valid) return 1;
   const MoEGradients to = {grad_tokens, grad_gates, grad_w1, grad_b1, grad_w2, grad_b2, grad_w3, grad_b3};
-  activated(p->activation, [&](auto act) { moe_backward<decltype(act)>(*p, cells, memory, grad, hidden, to); });
+  activated(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, grad, hidden, to); });
   return 0;
 }
 }
