@@ -61,7 +61,8 @@ class _AfterTimm(MetaPathFinder):
 
             def load_and_register(module) -> None:
                 load_timm(module)
-                # A module of ours that imports timm is not ready: `models.build` registers then.
+                # A module of ours that imports timm is not ready yet. `models.build`, which
+                # whoever builds a model imports, registers then.
                 ours = {name for name in sys.modules if name.startswith("swinv2_moe.models.")}
                 if ours <= {"swinv2_moe.models.section"}:
                     importlib.import_module("swinv2_moe.models.api")
