@@ -15,6 +15,7 @@ from swinv2_moe.imports import imported_files
 from swinv2_moe.output import without_credentials
 from swinv2_moe.train.distributed import World
 
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "numpy")
 
 
@@ -43,7 +44,7 @@ def code_versions() -> dict[str, str | None]:
     """The commit of this code and the versions of Python and of the main packages; None if
     unknown."""
     packages = {name: _version(name) for name in _PACKAGES}
-    return {"commit": _commit(), "python": platform.python_version()} | packages
+    return {"commit": commit_of(_ROOT), "python": platform.python_version()} | packages
 
 
 def peak_memory(device: torch.device) -> int:
@@ -57,10 +58,9 @@ def peak_memory(device: torch.device) -> int:
     return peak * 1024
 
 
-def _commit() -> str | None:
-    """The commit of this code, followed by + if files have changed since. None outside of a git
-    checkout."""
-    root = Path(__file__).parents[2]
+def commit_of(root: Path) -> str | None:
+    """The commit of a git checkout, followed by + if files have changed since. None if `root` is
+    no checkout of its own, as an installed package or an unpacked archive."""
     # Without this check, git would describe a repository that contains the installed package.
     if not (root / ".git").exists():
         return None

@@ -11,6 +11,7 @@ import pytest
 from tool_cases import assert_one_line, command
 
 from swinv2_moe.measure.report_validation import Validation
+from swinv2_moe.measure.run_record import read_run
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -86,9 +87,18 @@ def test_what_one_page_shows(pages):
     assert len(re.findall(r"[✓✗] (red|blue)</h3>", samples)) == 8
     assert "Confusion matrix" in page
     assert "All 2 classes" in page
-    for word in ("finished", "TRAIN.WARMUP_EPOCHS", "commit", "torch", "images/s, training"):
+    for word in ("finished", "TRAIN.WARMUP_EPOCHS", "images/s, training"):
         assert word in page
     assert "top-5" not in page  # of two classes
+
+
+def test_a_page_shows_what_is_known_of_the_environment(pages, runs):
+    """No commit, for example, where the code is no git checkout."""
+    (recorded,) = read_run(runs / "experts").environments
+    known = [name for name, value in recorded.items() if value is not None]
+    assert {"started", "command", "torch"} <= set(known)
+    for name in recorded:
+        assert (f"<tr><th>{name}</th><td>" in pages[0]) == (name in known), name
 
 
 def test_a_page_needs_nothing_else(pages):
