@@ -3,8 +3,8 @@
 >>> config = MoEConfig(model_dim=512, hidden_dim=2048, num_experts=8)
 >>> y, aux_loss = MoELayer(config)(torch.randn(4, 196, 512))
 
-A name whose module imports torch is imported when it is first used: configurations are read and
-checked without torch.
+torch is imported when a name that needs it is first used: configurations are read and checked
+without it.
 """
 
 from importlib import import_module
@@ -27,33 +27,19 @@ from moe_core.registry import (
     register_router,
 )
 
-_MODULES = {
-    "balance": ("reset_balance_loads", "update_balance"),
-    "capacity": ("RoutingStats",),
-    "checkpoint": ("count_experts", "load_tensors", "save_tensors"),
-    "layer": ("MoELayer",),
-    "losses": ("AuxiliaryLoss", "RoutingScores"),
-    "ops": ("check_kernels", "cpu_computes_in", "release_buffers"),
-    "torch_tools": ("ignore_experts",),
-    "training": (
-        "WithoutExperts",
-        "average_expert_gradients",
-        "cast_ahead",
-        "clip_gradients",
-        "clip_to_norm",
-        "equal_tokens",
-        "expert_parameters",
-        "finish_gradients",
-        "gather_ahead",
-        "global_grad_dot",
-        "global_grad_norm",
-        "load_strategy_decisions",
-        "moe_layers",
-        "step",
-        "strategy_decisions",
-        "strategy_tuners",
-    ),
-}
+# The public names of these modules are the names of this package too. They need torch, whose import
+# takes seconds, and the import of any module of this package, such as moe_core.config, begins here:
+# without this table no mistake in a configuration could be reported before torch is imported.
+_WITH_TORCH = (
+    "layer",
+    "training",
+    "checkpoint",
+    "balance",
+    "losses",
+    "capacity",
+    "ops",
+    "torch_tools",
+)
 
 if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.balance import reset_balance_loads, update_balance
@@ -84,10 +70,12 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
 else:
 
     def __getattr__(name: str) -> object:
-        for module, names in _MODULES.items():
-            if name in names:
-                globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
-                return globals()[name]
+        if name in __all__:
+            for module in _WITH_TORCH:
+                found = import_module(f"{__name__}.{module}")
+                if hasattr(found, name):
+                    globals()[name] = getattr(found, name)
+                    return globals()[name]
         try:
             return import_module(f"{__name__}.{name}")  # such as moe_core.parallel
         except ModuleNotFoundError as error:
