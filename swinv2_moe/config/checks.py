@@ -32,10 +32,10 @@ def choices() -> dict[str, Collection]:
 
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
-    _check_choice("MODEL.TYPE", config.MODEL.TYPE, TRUNKS)
+    flat = flatten(config)
+    _check_choice("MODEL.TYPE", flat["MODEL.TYPE"], TRUNKS)
     trunk = trunk_of(config)
     unused = tuple(f"MODEL.{other.group}." for other in TRUNKS.values() if other is not trunk)
-    flat = flatten(config)
     used = {key: one for key, one in key_options().items() if not key.startswith(unused)}
     for name, option in used.items():
         if option.choices:
