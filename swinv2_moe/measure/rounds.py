@@ -88,8 +88,15 @@ def capture(run: Callable[[], object]) -> Callable[[], None]:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        # torch leaves the generator in the capture that failed. It would draw no number any more.
+        generator.graphsafe_set_state(state)
+        raise
     return graph.replay
 
 

@@ -138,7 +138,7 @@ def _window(step, num_windows, num_masks):
 
 @triton.jit
 def _forward_rows(
-    qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
+    qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def _forward_rows(
     rows = tl.program_id(0) * OUTER + tl.arange(0, ROWS)
     head_scale = tl.load(scale + head)
     head_bias = bias + head * (N * N)
-    WIDTH: tl.constexpr = HEADS * D
+    WIDTH = HEADS * D
     first, end = _split(num_windows)
     for step in tl.range(first, end, disable_licm=True):
         window, mask_index = _window(step, num_windows, num_masks)
@@ -173,9 +173,9 @@ def _forward_rows(
         tl.store(lse_pointers, (maximum + tl.log2(total)) / _LOG2E, mask=rows < N)
 
 
-@triton.jit(do_not_specialize=["num_windows", "num_masks"])
+@triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _forward_kernel(
-    qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS: tl.constexpr,
+    qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS,
     D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     OUTER: tl.constexpr, OUTER_TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_queries(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows,
-    num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
+    num_masks, N: tl.constexpr, HEADS, D: tl.constexpr, COSINE: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, and this split's gradients of the position bias and the scale.
@@ -208,7 +208,7 @@ def _backward_queries(
     rows = tl.program_id(0) * OUTER + tl.arange(0, ROWS)
     head_scale = tl.load(scale + head)
     head_bias = bias + head * (N * N)
-    WIDTH: tl.constexpr = HEADS * D
+    WIDTH = HEADS * D
     grad_biases = ()
     for j in tl.static_range((N + BLOCK - 1) // BLOCK):
         grad_biases = grad_biases + (  # type: ignore[assignment]  # the loop is unrolled
@@ -253,10 +253,10 @@ def _backward_queries(
     tl.store(grad_scale + scale_row * HEADS + head, tl.sum(scale_grads, 0))
 
 
-@triton.jit(do_not_specialize=["num_windows", "num_masks"])
+@triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _backward_queries_kernel(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows,
-    num_masks, N: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr,
+    num_masks, N: tl.constexpr, HEADS, D: tl.constexpr, COSINE: tl.constexpr,
     BLOCK: tl.constexpr, TAIL: tl.constexpr, OUTER: tl.constexpr, OUTER_TAIL: tl.constexpr,
 ):  # fmt: skip
     if OUTER_TAIL == OUTER or tl.program_id(0) < N // OUTER:
@@ -274,7 +274,7 @@ def _backward_queries_kernel(
 @triton.jit
 def _backward_keys(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, OUTER: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys and values.
@@ -285,7 +285,7 @@ def _backward_keys(
     keys = tl.program_id(0) * OUTER + tl.arange(0, KEYS)
     head_scale = tl.load(scale + head)
     head_bias = bias + head * (N * N)
-    WIDTH: tl.constexpr = HEADS * D
+    WIDTH = HEADS * D
     first, end = _split(num_windows)
     for step in tl.range(first, end, disable_licm=True):
         window, mask_index = _window(step, num_windows, num_masks)
@@ -312,10 +312,10 @@ def _backward_keys(
         _store(grad_qkv + start + 2 * WIDTH, 3 * WIDTH, keys, grad_v, N, D)
 
 
-@triton.jit(do_not_specialize=["num_windows", "num_masks"])
+@triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _backward_keys_kernel(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS, D: tl.constexpr, COSINE: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, OUTER: tl.constexpr, OUTER_TAIL: tl.constexpr,
 ):  # fmt: skip
     if OUTER_TAIL == OUTER or tl.program_id(0) < N // OUTER:

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
-from moe_core.ops.combine.triton import sum_rows
+from moe_core.ops.combine.triton import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import ExpertWeights, MoEFFNInputs, by_name
 from moe_core.ops.ffn.triton_kernels import (
@@ -59,7 +59,10 @@ def tiles(rows_per_expert: float, width: int, shared_memory: int) -> tuple[Tile,
     small = Tile(rows, 128, 64, 8, 3)
     if width < 256:
         return small, small
-    return small, Tile(rows, 256, 64, 8, 3)
+    stages = 3
+    if shared_memory >= 200_000:
+        stages = 4
+    return small, Tile(rows, 256, 64, 8, stages)
 
 
 def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
@@ -132,11 +135,14 @@ def _backward(
         TOP_K=call.top_k,
         num_rows=call.num_rows,
         GATED=inputs.w3 is not None,
+        **call.limit,
         **call.constants,
     )
     by_weight: dict[str, Tensor] = {}
     if weighted is not None:
-        by_weight["w2"] = call.weight_grad(weighted, grad, inputs.w1.dtype)
+        grads = dispatch_rows(grad, call.choices, call.top_k)
+        by_weight["w2"] = call.weight_grad(weighted, grads, inputs.w1.dtype)
+        del grads
     del weighted, results
     grad_gates = None
     if dots is not None:
@@ -149,10 +155,13 @@ def _backward(
     halves = [(grad_z[: call.num_rows], weights.w1)]
     if weights.w3 is not None:
         halves.append((grad_z[call.num_rows :], weights.w3))
+    rows = None
+    if needed["w1"] or needed["w3"]:
+        rows = dispatch_rows(call.tokens, call.choices, call.top_k)
     for i, (d_hidden, _) in enumerate(halves):
         weight, bias = ("w1", "b1") if i == 0 else ("w3", "b3")
-        if needed[weight]:
-            by_weight[weight] = call.weight_grad(d_hidden, call.tokens, inputs.w1.dtype)
+        if rows is not None and needed[weight]:
+            by_weight[weight] = call.weight_grad(d_hidden, rows, inputs.w1.dtype)
         if sums is not None and needed[bias]:
             by_weight[bias] = call.sum_blocks(sums[i], getattr(weights, bias))
     grad_tokens = None
@@ -180,6 +189,10 @@ class _Call:
         self.for_hidden = self.small
         if inputs.w3 is not None:
             self.for_hidden = self.small._replace(columns=self.small.columns // 2)
+        # So few registers that two programs of `hidden_grad_kernel` run on a multiprocessor.
+        self.limit = {}
+        if shared_memory >= 160_000:
+            self.limit["maxnreg"] = 128
         # The gradient of a weight contracts over rows, so a large tile wastes no work.
         _, self.for_weights = tiles(math.inf, self.model_dim, shared_memory)
         dropout = Dropout.of(inputs.dropout)
@@ -251,15 +264,15 @@ class _Call:
         self.over_blocks(model_kernel, self.large, self.model_dim, to_places)
         return out
 
-    def weight_grad(self, a: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """[E, H, M]: for each expert, a^T [H, n] times the expert's rows of `source` [T, M]."""
+    def weight_grad(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """[E, H, M]: for each expert, a^T b over its rows of a [N, H] and b [N, M]."""
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
         tile = self.for_weights
         lines, columns = tile.rows, tile.columns
         tiles_down = triton.cdiv(self.hidden_dim, lines)
         tiles_across = triton.cdiv(self.model_dim, columns)
         weight_grad_kernel[(self.num_experts * tiles_down * tiles_across,)](
-            a, source, self.choices, self.offsets, out, self.model_dim, self.hidden_dim, self.top_k,
+            a, b, self.offsets, out, self.model_dim, self.hidden_dim,
             triton.next_power_of_2(self.num_experts), lines, columns, tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -10,7 +10,8 @@
    activation and its derivative. For this, only the hidden layer before the activation is kept. The
    gradient of a gate is the inner product of the hidden layer and its gradient, so the experts'
    output is not kept either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` computes the
-   gradients of weights, `model_kernel` that of the tokens.
+   gradients of weights from rows that were gathered before: it reads each of them many times.
+   `model_kernel` computes the gradient of the tokens.
 
 Products of 16-bit numbers are summed in fp32. A product in fp32 is three TF32 products ("tf32x3")
 on tensor cores, with nearly the accuracy of fp32. Every output element is written by one program,
@@ -279,6 +280,12 @@ def _slopes(
     return dot
 
 
+@triton.jit
+def _halves(x, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and the right half of the columns of x [BLOCK_N, WIDTH]."""
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK_N, 2, WIDTH // 2)), (0, 2, 1)))
+
+
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def hidden_grad_kernel(
     grad, choices, blocks, w2, z, seed, gates, grad_z, weighted, dots, sums, num_blocks,
@@ -308,33 +315,28 @@ def hidden_grad_kernel(
         gate = tl.full([BLOCK_N], 1.0, tl.float32)
         if gates is not None:
             gate = tl.load(gates + tl.load(choices + row)).to(tl.float32)
-        # The two halves are computed one after the other, to use fewer registers.
-        left, right = tl.split(
-            tl.permute(tl.reshape(grad_h, (BLOCK_N, 2, BLOCK_COLUMNS // 2)), (0, 2, 1))
-        )
-        columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS // 2)
-        dot = _slopes(
-            left, block, n, n < end, columns, gate, z, seed, grad_z, weighted, sums, num_blocks,
-            num_rows, H, GATED, ACTIVATION, LEAST, SCALE,
-        )  # fmt: skip
-        columns += BLOCK_COLUMNS // 2
-        dot += _slopes(
-            right, block, n, n < end, columns, gate, z, seed, grad_z, weighted, sums, num_blocks,
-            num_rows, H, GATED, ACTIVATION, LEAST, SCALE,
-        )  # fmt: skip
+        # Four parts are computed one after the other, to use fewer registers.
+        left, right = _halves(grad_h, BLOCK_N, BLOCK_COLUMNS)
+        parts = _halves(left, BLOCK_N, BLOCK_COLUMNS // 2)
+        parts = parts + _halves(right, BLOCK_N, BLOCK_COLUMNS // 2)
+        width: tl.constexpr = BLOCK_COLUMNS // 4
+        dot = tl.zeros([BLOCK_N], dtype=tl.float32)
+        for i in tl.static_range(4):
+            columns = tile * BLOCK_COLUMNS + i * width + tl.arange(0, width)
+            dot += _slopes(
+                parts[i], block, n, n < end, columns, gate, z, seed, grad_z, weighted, sums,
+                num_blocks, num_rows, H, GATED, ACTIVATION, LEAST, SCALE,
+            )  # fmt: skip
         if dots is not None:
             tl.store(dots + n * tiles_of_block + tile, dot, mask=n < end)
 
 
 @triton.jit
 def weight_grad_kernel(
-    a, source, choices, offsets, out, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    a, b, offsets, out, M: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [E, H, M]: for each expert, a^T times `source` over the expert's rows.
-
-    a is [N, H]. The rows of `source` [T, M] are gathered by token.
-    """
+    """out [E, H, M]: for each expert, the product of its rows of a [N, H] and b [N, M], a^T b."""
     columns: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     lines: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     expert = tl.program_id(0) // (lines * columns)
@@ -343,16 +345,23 @@ def weight_grad_kernel(
     e = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets + e, mask=e <= expert, other=0).to(tl.int64)
     start, end = tl.max(tl.where(e < expert, ends, 0), 0), tl.max(ends, 0)
+    n = start + tl.arange(0, BLOCK_K)
+    # See `model_kernel` for the remainders.
+    left = a + n[:, None] * H + (h % H)[None, :]
+    right = b + n[:, None] * M + (m % M)[None, :]
     total = tl.zeros([BLOCK_H, BLOCK_M], dtype=tl.float32)
-    for first in range(start, end, BLOCK_K):
-        n = first + tl.arange(0, BLOCK_K)
+    # Without masks the loads of full steps are prefetched more than one step ahead.
+    full_steps = (end - start) // BLOCK_K
+    for _ in range(full_steps):
+        total = tl.dot(tl.trans(tl.load(left)), tl.load(right), total, input_precision="tf32x3")
+        left += BLOCK_K * H
+        right += BLOCK_K * M
+    n += full_steps * BLOCK_K
+    if start + full_steps * BLOCK_K < end:
         in_range = (n < end)[:, None]
-        token = tl.load(choices + n, mask=n < end, other=0) // TOP_K
-        left = tl.load(a + n[:, None] * H + h[None, :], mask=in_range & (h < H)[None, :], other=0.0)
-        right = tl.load(
-            source + token[:, None] * M + m[None, :], mask=in_range & (m < M)[None, :], other=0.0
-        )
-        total = tl.dot(tl.trans(left), right, total, input_precision="tf32x3")
+        last_left = tl.load(left, mask=in_range, other=0.0)
+        last_right = tl.load(right, mask=in_range, other=0.0)
+        total = tl.dot(tl.trans(last_left), last_right, total, input_precision="tf32x3")
     cells = (expert.to(tl.int64) * H + h)[:, None] * M + m[None, :]
     tl.store(out + cells, total.to(out.dtype.element_ty), mask=(h < H)[:, None] & (m < M)[None, :])
 

@@ -5,8 +5,8 @@ multiplies them; the logits stay in registers. It computes softmax, top-K, gate 
 block of tokens, the sums of the auxiliary loss. The backward kernel reads these results once. It
 computes the gradients of the logits and, with a weight, of the tokens.
 
-Products are in fp32, not TF32, so that the choices are the same as in fp32. With at most 64 experts
-the products take less time than reading the tokens from memory.
+A product is three TF32 products ("tf32x3") on tensor cores, whose error is about that of a product
+in fp32, so that the choices are those of fp32. One in fp32 took three times as long on an H100.
 
 There are no atomic operations. The block sums are added in a fixed order afterwards, so runs repeat
 bit by bit.
@@ -133,7 +133,7 @@ def route_kernel(
                 tl.store(inputs + channels, tokens.to(inputs.dtype.element_ty), mask=inside)
             weight_mask = (m < M)[:, None] & (e < NUM_EXPERTS)[None, :]
             columns = tl.load(weight + e[None, :] * M + m[:, None], mask=weight_mask, other=0.0)
-            clean = tl.dot(tokens.to(tl.float32), columns, clean, input_precision="ieee")
+            clean = tl.dot(tokens.to(tl.float32), columns, clean, input_precision="tf32x3")
         if logits is not None:
             tl.store(logits + cells, clean, mask=mask)
     noisy = _add_noise(clean, noise, cells, mask, NOISE_STD)
@@ -236,7 +236,7 @@ def route_backward_kernel(
             inside = (t < num_tokens)[:, None] & (m < M)[None, :]
             weight_mask = (e < NUM_EXPERTS)[:, None] & (m < M)[None, :]
             rows = tl.load(weight + e[:, None] * M + m[None, :], mask=weight_mask, other=0.0)
-            of_tokens = tl.dot(gradient, rows, input_precision="ieee")
+            of_tokens = tl.dot(gradient, rows, input_precision="tf32x3")
             if grad_inputs is not None:
                 of_tokens += tl.load(grad_inputs + channels, mask=inside, other=0.0).to(tl.float32)
             tl.store(grad_x + channels, of_tokens.to(grad_x.dtype.element_ty), mask=inside)
@@ -259,6 +259,8 @@ def forward(
     num_tokens, num_experts, model_dim, like = _sizes(x, weight)
     assert 1 <= top_k <= num_experts
     block_t, block_e, num_warps = _block(num_experts, weight is not None)
+    if weight is not None:
+        num_warps = 2  # 33 us in place of 42 us on an H100, for 18,432 tokens
     num_blocks = triton.cdiv(num_tokens, block_t)
     gates = like.new_empty(num_tokens, top_k)
     ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
