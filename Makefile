@@ -17,7 +17,7 @@ help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
 	@echo "make workflow   on digits, or with PRETRAIN=DIR TRANSFER=DIR: shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
-	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU in 25 minutes"
+	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU, 9 minutes a call"
 	@echo "make docs    the documentation as a site, into site/"
 	@echo "make wheel   a wheel with the compiled kernels of all CPUs of this kind, into dist/: for machines without a compiler"
 	@echo "make test    lint, then the whole test suite, detection included"
@@ -44,14 +44,14 @@ detection: $(VENV)/.installed-detection
 
 bench: $(VENV)/.installed-run
 	$(PY) benchmarks/layer.py --device cpu --rounds 3
-	$(PY) benchmarks/pieces.py --device cpu
+	$(PY) benchmarks/kernels.py layer --device cpu --shapes 4608x512x8 1152x1024x32
 	$(PY) benchmarks/memory.py --device cpu
 	$(PY) benchmarks/alltoall.py
 	$(PY) benchmarks/model.py --device cpu --rounds 3
 
-# Goes on where an earlier call of the same commit stopped: make bench-gpu MORE=--resume
+# Goes on where an earlier call of the same commit stopped.
 bench-gpu: $(VENV)/.installed-test
-	$(PY) benchmarks/campaign.py --minutes $(or $(MINUTES),25) $(MORE)
+	$(PY) benchmarks/campaign.py --minutes $(or $(MINUTES),9) $(MORE)
 
 docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -1,26 +1,30 @@
-"""All GPU measurements within a time limit: one command, one Markdown file and one JSON file.
+"""All GPU measurements, in as many calls of a few minutes as they take.
 
-    python benchmarks/campaign.py --minutes 25                 (a GPU)
-    python benchmarks/campaign.py --minutes 9 --resume         (again and again, until all is done)
-    python benchmarks/campaign.py --dry-run                    (tiny shapes on a CPU, 3 minutes)
-    python benchmarks/campaign.py --wheels [FOLDER]            (what to carry; FOLDER: download)
+    python benchmarks/campaign.py --minutes 9      (a GPU; again, until nothing is postponed)
+    python benchmarks/campaign.py --dry-run        (tiny shapes on a CPU)
+    python benchmarks/campaign.py --wheels [FOLDER]    (what to carry; FOLDER: download)
 
-The GPU tests run first, then layer, fine experts, tiles, parts, memory, network, shares of time and
-trunk. Each section is a process with a time limit, its share of the time that is left. A section
-that exceeds it is killed with the processes that it started, and its partial results are kept. The
-results are written after each section. --resume runs the sections that are missing, those that
-exceeded their limit if they now have at least a quarter more time, and last those that failed. Exit
-code: 0 if every section ended well, 1 if not, 2 for wrong arguments. Needs no network: packages
-that are missing come from the folder --packages.
+Each call goes on where the earlier ones of the same commit and device stopped, in the order of
+importance, and begins no section for which too little time is left. A section is a process with a
+time limit. The results are written after each row: a call that is killed loses the current row.
+They lie in --output: $OUT if that is set, else output/campaign. If $OUT is still empty, the call
+goes on from what lies in output/campaign, which was carried there. A section that exceeded its
+limit runs again with more time, and one that failed runs again, both after all others.
+
+Exit code: 0 if every section ended well, 1 if not, 2 for wrong arguments. Needs no network: the
+packages that are missing or too old come from the folder --packages.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree
@@ -30,13 +34,15 @@ from pathlib import Path
 from campaign_sections import ROOT, SECTIONS, Section
 from wheels import CARRIED, WheelError, collect, missing, unpack_missing
 
-OUTPUT = ROOT / "output" / "campaign"
+CARRIED_RESULTS = ROOT / "output" / "campaign"
 PACKAGES = ROOT / "output" / "wheels"
+KERNELS = ROOT / "output" / "triton"  # Triton's cache has absolute paths
 MOST_MINUTES = 1440  # a day
 RESERVED = 3.0  # seconds reserved for the last report and the end of the last section
-LEAST = 2.0  # seconds; with less time left, no section begins
-MORE_TIME = 1.25  # a section that was killed runs again with its earlier limit times this factor
-KEPT_OUTPUT = 6000  # characters that are kept of a section's output, from its end
+DRY_SECONDS = 30.0  # that a section of a dry run may need
+MORE_TIME = 1.5  # a section that was killed runs again with its earlier limit times this factor
+NO_TESTS = 5  # exit code of pytest
+KEPT_OUTPUT = 12000  # characters that are kept of a section's output, from its end
 
 
 class CampaignError(Exception):
@@ -47,13 +53,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=25.0, help="of this call, default 25")
-    parser.add_argument("--resume", action="store_true", help="continue what --output holds")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call, default 9")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument(
         "--sections", nargs="+", choices=[s.name for s in SECTIONS], help="only these"
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER")
+    output = Path(os.environ.get("OUT") or CARRIED_RESULTS)
+    parser.add_argument("--output", type=Path, default=output, metavar="FOLDER")
     parser.add_argument(
         "--packages", type=Path, default=PACKAGES, metavar="FOLDER", help="wheels that were carried"
     )
@@ -87,7 +93,7 @@ def carry(folder: str) -> int:
 
 
 def campaign(args: argparse.Namespace) -> int:
-    """Run the remaining sections within the time limit."""
+    """Run what is not done, within the time limit."""
     deadline = time.monotonic() + 60 * args.minutes - RESERVED
     if not 0 < args.minutes <= MOST_MINUTES:
         raise CampaignError(
@@ -95,19 +101,18 @@ def campaign(args: argparse.Namespace) -> int:
         )
     prepare_output(args.output)
     with tempfile.TemporaryDirectory(prefix="campaign-") as scratch:
-        environment_variables = prepare_packages(args.packages, Path(scratch))
-        device = describe_device(args.dry_run, args.commit, environment_variables)
-        state = open_state(args, device)
-        run_sections(state, args, deadline, Path(scratch), environment_variables)
+        environment = prepare_packages(args.packages, Path(scratch))
+        device = describe_device(args.dry_run, args.commit, environment)
+        state = open_state(args.output, args.dry_run, device)
+        unpack_kernels(args.output)
+        run_sections(state, args, deadline, environment)
     chosen = chosen_sections(args)
-    unfinished = []
-    for section in chosen:
-        record = state["sections"].get(section.name, {"status": "not run"})
-        if record["status"] != "done":
-            unfinished.append(f"{section.name} ({record['status']})")
+    records = state["sections"]
+    unfinished = [section for section in chosen if not is_finished(records.get(section.name))]
     print(f"{args.output / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
-    if unfinished:
-        print(f"not done: {', '.join(unfinished)}; --resume continues")
+    for section in unfinished:
+        record = records.get(section.name, {"status": "postponed"})
+        print(f"not done: {section.name} ({record['status']})")
     return int(bool(unfinished))
 
 
@@ -127,8 +132,8 @@ def prepare_output(folder: Path) -> None:
 
 
 def prepare_packages(folder: Path, scratch: Path) -> dict[str, str]:
-    """Unpack the carried wheels of missing packages. Returns the environment in which sections find
-    them.
+    """Unpack the carried wheels of packages that are missing or too old. Returns the environment in
+    which sections find them.
 
     Raises:
         CampaignError: a package is neither installed nor carried.
@@ -140,14 +145,16 @@ def prepare_packages(folder: Path, scratch: Path) -> dict[str, str]:
     lacking = missing()
     if lacking:
         raise CampaignError(
-            f"{', '.join(lacking)}: not installed and not in {folder}; on a machine with a network:"
-            " campaign.py --wheels FOLDER"
+            f"{', '.join(lacking)}: not installed or too old, and not in {folder}; on a machine"
+            " with a network: campaign.py --wheels FOLDER"
         )
     paths = [str(ROOT), str(target)]
     inherited = os.environ.get("PYTHONPATH")
     if inherited:
         paths.append(inherited)
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    added = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    added |= {"TRITON_CACHE_DIR": str(KERNELS), "TRITON_STORE_BINARY_ONLY": "1"}
+    return os.environ | added
 
 
 def describe_device(
@@ -179,150 +186,79 @@ def describe_device(
     return described
 
 
-def open_state(args: argparse.Namespace, device: dict[str, str]) -> dict:
-    """With --resume, the results so far, if any; otherwise empty results.
+# The results so far
+
+
+def open_state(folder: Path, is_dry_run: bool, device: dict[str, str]) -> dict:
+    """The results of earlier calls, if they are of this commit and device; otherwise none, and the
+    file of the earlier ones is kept as campaign-earlier.json.
 
     Raises:
-        CampaignError: the results cannot be read, or are of another commit, device or format.
+        CampaignError: the results cannot be read.
     """
-    file = args.output / "campaign.json"
-    if args.resume and not file.exists():
-        print(f"{file} is not there yet: all sections are run", flush=True)
-    if not args.resume or not file.exists():
-        return {"dry_run": args.dry_run, "environment": device, "sections": {}}
+    new = {"dry_run": is_dry_run, "environment": device, "sections": {}}
+    for place in dict.fromkeys((folder, CARRIED_RESULTS)):
+        file = place / "campaign.json"
+        if not file.exists():
+            continue
+        state = read_state(file)
+        difference = difference_of(state, new)
+        if not difference:
+            print(f"goes on from {file}", flush=True)
+            collect_interrupted(state, place)
+            return state
+        print(f"{file} is {difference}: not used", flush=True)
+        if place == folder:
+            file.replace(folder / "campaign-earlier.json")
+    return new
+
+
+def read_state(file: Path) -> dict:
     try:
         state = json.loads(file.read_text())
-        earlier = state["environment"]
-        known = {key: earlier[key] for key in ("commit", "device")}
-        is_dry_run, sections = state["dry_run"], state["sections"]
+        state["environment"]["commit"], state["environment"]["device"], state["dry_run"]
+        if not isinstance(state["sections"], dict):
+            raise TypeError("sections")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CampaignError(f"--resume: {file} cannot be read ({error})") from error
-    for key, value in known.items():
-        if value != device[key]:
-            raise CampaignError(f"--resume: {file} is of {key} {value}, this is {device[key]}")
-    if is_dry_run != args.dry_run or not isinstance(sections, dict):
-        raise CampaignError(f"--resume: {file} has dry_run {is_dry_run}, this call not")
+        raise CampaignError(f"{file} cannot be read ({error}): remove it") from error
     return state
 
 
-def run_sections(
-    state: dict,
-    args: argparse.Namespace,
-    deadline: float,
-    scratch: Path,
-    environment: dict[str, str],
-) -> None:
-    """Run each remaining section, and write the results after each section."""
-    # Imported here: it imports torch and yacs, which may be among the packages just unpacked.
-    from campaign_report import write_report
-
-    write_report(state, args.output)
-    waiting = waiting_sections(chosen_sections(args), state["sections"])
-    for i, section in enumerate(waiting):
-        left = deadline - time.monotonic()
-        limit = left * section.weight / sum(later.weight for later in waiting[i:])
-        earlier = state["sections"].get(section.name)
-        if limit < LEAST:
-            continue
-        if was_killed(earlier) and limit < MORE_TIME * earlier["limit"]:
-            continue
-        print(f"{section.name}: at most {limit:.0f} s", flush=True)
-        state["sections"][section.name] = run_section(
-            section, args.dry_run, limit, scratch, environment
-        )
-        outcome = state["sections"][section.name]
-        print(f"{section.name}: {outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
-        write_report(state, args.output)
+def difference_of(state: dict, new: dict) -> str:
+    """Why results cannot be continued; "" if they can."""
+    for key in ("commit", "device"):
+        before, now = state["environment"][key], new["environment"][key]
+        if before != now:
+            return f"of {key} {before}, this is {now}"
+    if state["dry_run"] != new["dry_run"]:
+        return f"with dry_run {state['dry_run']}, this call not"
+    return ""
 
 
-def chosen_sections(args: argparse.Namespace) -> list[Section]:
-    return [s for s in SECTIONS if not args.sections or s.name in args.sections]
+def collect_interrupted(state: dict, folder: Path) -> None:
+    """Keep what a section had written whose call was killed."""
+    for section in SECTIONS:
+        record = state["sections"].get(section.name)
+        if record and record["status"] == "running":
+            record["status"] = "interrupted"
+            add_results(record, section, folder)
 
 
-def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
-    """The sections that are not done. Sections that failed before come last."""
-    waiting = []
-    failed = []
-    for section in chosen:
-        record = records.get(section.name)
-        if record is None or was_killed(record):
-            waiting.append(section)
-        elif record["status"] != "done":
-            failed.append(section)
-    return waiting + failed
+def add_results(record: dict, section: Section, folder: Path) -> None:
+    """Add the output, tables and outcomes of tests that lie in `folder` to a section's record.
+    Tables of an earlier run remain where there are no new ones."""
+    log, junit = folder / "running.log", folder / "running.xml"
+    printed = ""
+    if log.exists():
+        printed = log.read_text(errors="replace")
+    record["printed"] = printed[-KEPT_OUTPUT:]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        record["tables"] |= json.loads((folder / "running.json").read_text())["tables"]
+    if section.script.startswith("tests/"):
+        record["tests"] = outcomes_of_file(junit) or outcomes_printed(printed)
 
 
-def was_killed(record: dict | None) -> bool:
-    """Whether a section exceeded its time limit. With more time it may succeed."""
-    return record is not None and record["status"] == "time limit"
-
-
-def run_section(
-    section: Section, is_dry_run: bool, limit: float, scratch: Path, environment: dict[str, str]
-) -> dict:
-    """Run one section and collect its results, also if it was killed."""
-    tables, junit = scratch / f"{section.name}.json", scratch / f"{section.name}.xml"
-    command = section.command(is_dry_run, tables, junit)
-    started = time.monotonic()
-    code, printed = run_limited(command, limit, scratch / f"{section.name}.log", environment)
-    status = "done"
-    if code is None:
-        status = "time limit"
-    elif code != 0:
-        status = f"failed, exit code {code}"
-    record = {"status": status, "seconds": time.monotonic() - started, "limit": limit}
-    record |= {"command": command[1:], "printed": printed}
-    record["tables"] = read_tables(tables)
-    if section.name == "tests":
-        record["tests"] = read_tests(junit)
-    return record
-
-
-def run_limited(
-    command: Sequence[str], limit: float, log: Path, environment: dict[str, str]
-) -> tuple[int | None, str]:
-    """Run a command in a separate process group, which is killed after `limit` seconds.
-
-    Returns:
-        The exit code (None if the command was killed), and the end of its output.
-    """
-    code = None
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            end_group(process)
-    return code, log.read_text(errors="replace")[-KEPT_OUTPUT:]
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """Kill the remaining processes of the group, including children of a process that has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def read_tables(file: Path) -> dict[str, dict]:
-    """The tables that the section has published. There are none if it was killed while writing
-    them."""
-    try:
-        return json.loads(file.read_text())["tables"]
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def read_tests(file: Path) -> dict[str, int] | None:
+def outcomes_of_file(file: Path) -> dict[str, int] | None:
     """Numbers of tests by outcome; None if pytest did not end."""
     try:
         suites = xml.etree.ElementTree.parse(file).getroot().iter("testsuite")
@@ -333,6 +269,171 @@ def read_tests(file: Path) -> dict[str, int] | None:
         for key in counts:
             counts[key] += int(suite.get(key, 0))
     return counts
+
+
+def outcomes_printed(text: str) -> dict[str, int]:
+    """The same from the lines of pytest -v, before its summary."""
+    words = {"failures": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
+    before = text.partition("\n====")[0]
+    counts = {key: len(re.findall(rf"\b{word}\b", before)) for key, word in words.items()}
+    return {"tests": sum(counts.values()) + len(re.findall(r"\bPASSED\b", before)), **counts}
+
+
+def is_finished(record: dict | None) -> bool:
+    return record is not None and record["status"].startswith(("done", "skipped"))
+
+
+# Running
+
+
+def run_sections(
+    state: dict, args: argparse.Namespace, deadline: float, environment: dict[str, str]
+) -> None:
+    """Run each section for which enough time is left, and write the results after each one."""
+    # Imported here: it imports torch and yacs, which may be among the packages just unpacked.
+    from campaign_report import write_report
+
+    folder, records = args.output, state["sections"]
+    write_report(state, folder)
+    for section in waiting_sections(chosen_sections(args), records):
+        earlier = records.get(section.name, {})
+        left = deadline - time.monotonic()
+        needed = seconds_needed(section, earlier, args.dry_run)
+        reason = obstacle(section, args.dry_run)
+        if reason:
+            records[section.name] = new_record(f"skipped: {reason}", 0, earlier)
+            continue
+        if needed > left:
+            print(f"{section.name}: postponed, needs {needed:.0f} of {left:.0f} s", flush=True)
+            continue
+        limit = min(left, 2 * needed + 30)
+        print(f"{section.name}: at most {limit:.0f} s", flush=True)
+        record = records[section.name] = new_record("running", limit, earlier)
+        clear(folder)
+        write_report(state, folder)
+        run_section(section, record, folder, args.dry_run, environment)
+        print(f"{section.name}: {record['status']}, {record['seconds']:.0f} s", flush=True)
+        write_report(state, folder)
+        clear(folder)
+        if "compile" in section.name:
+            pack_kernels(folder)
+    write_report(state, folder)
+
+
+def chosen_sections(args: argparse.Namespace) -> list[Section]:
+    return [s for s in SECTIONS if not args.sections or s.name in args.sections]
+
+
+def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
+    """The sections that are not finished: those that never ended, those that exceeded their limit,
+    and those that failed."""
+    ranks = {"time limit": 1, "failed": 2}
+
+    def rank(section: Section) -> int:
+        status = records.get(section.name, {"status": ""})["status"]
+        return ranks.get(status.partition(",")[0], 0)
+
+    return sorted([s for s in chosen if not is_finished(records.get(s.name))], key=rank)
+
+
+def seconds_needed(section: Section, earlier: dict, is_dry_run: bool) -> float:
+    """With less time left, the section does not begin."""
+    needed = section.seconds
+    if is_dry_run:
+        needed = DRY_SECONDS
+    if earlier.get("status") == "time limit":
+        needed = max(needed, MORE_TIME * earlier["limit"])
+    return needed
+
+
+def obstacle(section: Section, is_dry_run: bool) -> str:
+    """Why a section cannot run here; "" if it can."""
+    if is_dry_run:
+        return "" if section.tiny is not None else "needs a GPU"
+    if section.tool and not shutil.which(section.tool):
+        return f"{section.tool} is not installed"
+    return ""
+
+
+def new_record(status: str, limit: float, earlier: dict) -> dict:
+    tables = earlier.get("tables", {})
+    return {"status": status, "seconds": 0, "limit": limit, "printed": "", "tables": tables}
+
+
+def run_section(
+    section: Section, record: dict, folder: Path, is_dry_run: bool, environment: dict[str, str]
+) -> None:
+    """Run one section and add its results to its record, also if it was killed."""
+    command = section.command(is_dry_run, folder / "running.json", folder / "running.xml")
+    started = time.monotonic()
+    code = run_limited(command, record["limit"], folder / "running.log", environment)
+    status = "done"
+    if code is None:
+        status = "time limit"
+    elif code == NO_TESTS and section.script.startswith("tests/"):
+        status = "skipped: none of its tests runs here"
+    elif code != 0:
+        status = f"failed, exit code {code}"
+    record |= {"status": status, "seconds": time.monotonic() - started, "command": command}
+    add_results(record, section, folder)
+
+
+def run_limited(
+    command: Sequence[str], limit: float, log: Path, environment: dict[str, str]
+) -> int | None:
+    """Run a command in a separate process group, which is killed after `limit` seconds.
+
+    Returns:
+        The exit code; None if the command was killed.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=os.setpgrp,  # no session of its own: what ends this session ends it too
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_group(process)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Kill the remaining processes of the group, including children of a process that has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def clear(folder: Path) -> None:
+    """Remove the files of the section that ran."""
+    for file in [*folder.glob("running.*"), *folder.glob(".running.*")]:
+        file.unlink()
+
+
+# Compiled kernels, for a later call on a machine that has none
+
+
+def pack_kernels(folder: Path) -> None:
+    temporary = folder / ".kernels.tar.gz"
+    if KERNELS.exists():
+        with tarfile.open(temporary, "w:gz") as archive:
+            archive.add(KERNELS, KERNELS.name)
+        temporary.replace(folder / "kernels.tar.gz")
+
+
+def unpack_kernels(folder: Path) -> None:
+    for place in (folder, CARRIED_RESULTS):
+        file = place / "kernels.tar.gz"
+        if file.exists() and not KERNELS.exists():
+            with tarfile.open(file) as archive:
+                archive.extractall(KERNELS.parent, filter="data")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ same content."""
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -43,13 +44,20 @@ def publish(table: Table, device: str, output: Path | None = None) -> None:
 
 def keep(table: Table, device: str, output: Path | None = None) -> None:
     """As `publish`, without printing. Scripts save partial results with it, since a time limit may
-    end them."""
+    end them at any moment."""
     path = output or DIRECTORY / f"{_slug(device_name(device))}-{datetime.date.today()}.json"
     content = json.loads(path.read_text()) if path.exists() else {"tables": {}}
     content["tables"][table.title] = vars(table) | {"environment": environment(device)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    path.with_suffix(".md").write_text(_document(content["tables"]))
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+    replace_file(path.with_suffix(".md"), _document(content["tables"]))
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file so that a reader finds either the earlier text or the new one."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text)
+    os.replace(temporary, file)
 
 
 def environment(device: str) -> dict[str, str | int]:

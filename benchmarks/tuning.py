@@ -3,8 +3,8 @@
     python benchmarks/tuning.py experts            (a GPU; ops/ffn/triton.py's tiles are in use)
     python benchmarks/tuning.py attention          (a GPU, under a minute)
 
-Forward alone and forward and backward, in bf16 and in interleaved rounds. `in use`: what the model
-takes. On a CPU it is a dry run in float16, whose times say nothing.
+Forward alone and forward and backward, in bf16, as CUDA graphs and in interleaved rounds. `in use`:
+what the model takes. On a CPU it is a dry run in float16, whose times say nothing.
 
 experts: from tokens to tokens, a shape is TxMxE[xK]. `F.grouped_mm`: dispatch, torch's grouped
 products and combine as ops of their own. `64 rows` and `128 rows` change both tiles. The others
@@ -25,7 +25,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,8 +33,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from ahead import compile_ahead, compile_in_another_process
 from layer import SHAPES
-from results_file import Table, publish
+from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
 from torch import Tensor
 
@@ -43,6 +44,7 @@ from moe_core.ops import combine, dispatch, make_plan
 from moe_core.ops.ffn import triton as ffn_triton
 from moe_core.ops.ffn.triton import Tile
 from moe_core.routing import route
+from swinv2_moe.measure.rounds import capture
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.models import triton_window_attention
 from swinv2_moe.models.window_attention import window_attention
@@ -206,17 +208,21 @@ def run_interpreted() -> None:
 
 def measure(subject: Subject, shape: str, rounds: int, device: str) -> tuple[list, list, list]:
     """Rows of the table, their times, and the omitted alternatives, for one shape."""
-    names, left_out = subject.names(), []
-    for name in list(names):
+    left_out, calls = [], {}
+    for name in subject.names():
+        works = [partial(subject.forward, name), partial(subject.step, name)]
         try:
-            subject.step(name)
+            if device == "cuda":
+                works = [capture(work) for work in works]
+            works[1]()
         except Exception as problem:  # the tile does not fit on this device
-            names.remove(name)
             reason = f"{type(problem).__name__}: {problem}"
             left_out.append(f"{shape}: {name} is not measured. {reason}")
+        else:
+            calls[name] = works
+    names = list(calls)
     measured = [
-        timed({name: partial(run, name) for name in names}, rounds, device)
-        for run in (subject.forward, subject.step)
+        timed({name: works[i] for name, works in calls.items()}, rounds, device) for i in (0, 1)
     ]
     in_use = next(name for name in names if name.startswith(IN_USE))
     rows, data = [], []
@@ -229,6 +235,14 @@ def measure(subject: Subject, shape: str, rounds: int, device: str) -> tuple[lis
         ms = [list(times[name]) for times in measured]
         data.append({"shape": shape, "options": name, "ms": ms})
     return rows, data, left_out
+
+
+def works(subjects: Iterable[Subject]) -> Iterator[Callable[[], None]]:
+    """Each pass of each alternative."""
+    for subject in subjects:
+        for name in subject.names():
+            yield partial(subject.forward, name)
+            yield partial(subject.step, name)
 
 
 SUBJECTS = {
@@ -248,6 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
+    parser.add_argument("--compile", action="store_true", help="compile all kernels, and end")
     args = parser.parse_args()
     title, sizes, shapes, make = SUBJECTS[args.what]
     dtype = torch.bfloat16
@@ -255,16 +270,23 @@ def main() -> None:
         dtype = torch.float16  # numpy, which the interpreter uses, has no bf16
         if args.what == "attention":
             run_interpreted()
+    if args.compile:
+        compile_ahead(works(make(shape, args.device, dtype) for shape in args.shapes or shapes))
+        return
+    if args.device == "cuda":
+        compile_in_another_process()
     rows, data, notes = [], [], [CALLS_NOTE]
+    columns = [sizes, "", "forward, ms", "to in use", "forward + backward, ms", "to in use"]
+    command = shlex.join(["python", "benchmarks/tuning.py", *sys.argv[1:]])
+    table = Table(title, command, columns, rows, notes, data)
     for shape in args.shapes or shapes:
         torch.manual_seed(0)
         subject = make(shape, args.device, dtype)
         found = measure(subject, shape, args.rounds, args.device)
         for kept, more in zip((rows, data, notes), found, strict=True):
             kept += more
-    columns = [sizes, "", "forward, ms", "to in use", "forward + backward, ms", "to in use"]
-    command = shlex.join(["python", "benchmarks/tuning.py", *sys.argv[1:]])
-    publish(Table(title, command, columns, rows, notes, data), args.device, args.output)
+        keep(table, args.device, args.output)
+    publish(table, args.device, args.output)
 
 
 if __name__ == "__main__":

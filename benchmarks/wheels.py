@@ -6,6 +6,7 @@ This module needs only the standard library, since it runs before the packages a
 
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,13 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = ROOT / "pyproject.toml"
 # Packages that the benchmarks, tests/conftest.py and the GPU tests import, except torch, triton,
-# timm, tensorboard and their dependencies. pytest-timeout is needed because pyproject.toml sets its
-# option `timeout`.
+# tensorboard and what these and timm depend on. pytest-timeout is needed because pyproject.toml
+# sets its option `timeout`.
+ALONE = ("timm",)  # without its dependencies: torch is one of them
 CARRIED = (
+    *ALONE,
     "yacs",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
     "rich",
     "argcomplete",
@@ -50,13 +55,15 @@ def collect(folder: Path) -> None:
     for platform in PLATFORMS:
         command += ["--platform", platform]
     command += ["--constraint", str(CONSTRAINTS), "--dest", str(folder)]
-    command += CARRIED
-    if subprocess.run(command).returncode != 0:
-        raise WheelError(f"--wheels {folder}: pip download failed, its message is above")
+    with_needs = [name for name in CARRIED if name not in ALONE]
+    for names in (with_needs, ["--no-deps", *ALONE]):
+        if subprocess.run([*command, *names]).returncode != 0:
+            raise WheelError(f"--wheels {folder}: pip download failed, its message is above")
 
 
 def unpack_missing(folder: Path, target: Path) -> list[str]:
-    """Unpack into `target` each wheel of `folder` whose distribution is not installed.
+    """Unpack into `target` each wheel of `folder` whose distribution is not installed, or older
+    than pyproject.toml allows.
 
     A wheel is a zip archive of files for site-packages, so this needs no pip.
 
@@ -83,13 +90,30 @@ def unpack_missing(folder: Path, target: Path) -> list[str]:
 
 
 def missing() -> list[str]:
-    """The names in CARRIED that are not installed."""
+    """The names in CARRIED that are not installed, or too old."""
     return [name for name in CARRIED if not _is_installed(name)]
 
 
 def _is_installed(name: str) -> bool:
+    """Whether a distribution is here, of at least the version that pyproject.toml asks for."""
     try:
-        importlib.metadata.distribution(name)
+        found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
+    return _numbers(found) >= minimum_versions().get(_normal(name), (0,))
+
+
+def minimum_versions() -> dict[str, tuple[int, ...]]:
+    """The lowest version of each distribution that pyproject.toml names, by its normal name."""
+    bounds = re.findall(r'"([\w-]+)[^"]*?>=([\d.]+)', PROJECT.read_text())
+    return {_normal(name): _numbers(version) for name, version in bounds}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers: of "1.0.31.dev0" 1, 0 and 31."""
+    leading = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, leading[0].split("."))) if leading else (0,)
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")

@@ -13,7 +13,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import layer
 import peers
-import pieces
 import timing
 
 from swinv2_moe.measure import rounds
@@ -29,12 +28,12 @@ ARGUMENTS = {
     "layer": "--shapes 48x32x4x2x24 48x16x8x4x16xsigmoid --rounds 2",
     "tuning experts": "--device cpu --shapes 70x16x4x2 --rounds 1",
     "tuning attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
-    "pieces": "--shapes 64x16x4x2 --rounds 2",
-    "routers": "--shapes 2x16x16x4 --rounds 2",
+    "ceilings": "--device cpu --rounds 2",
+    "kernels layer": "--device cpu --shapes 64x16x4x2 --rounds 2",
     "memory": "--size 32 --measure 4096",
     "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1 --algorithms linear 2dh channels",
     "model": f"{NETWORK} {SMALLER}",
-    "shares": f"{NETWORK} --passes 1 {SMALLER}",
+    "kernels network": f"{NETWORK} --passes 1 {SMALLER}",
     "model --timm": f"{NETWORK} {SMALLER}",
     "model --graph": f"{NETWORK} {SMALLER}",
 }
@@ -67,7 +66,7 @@ def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(scri
         assert " | ".join(table["rows"][0]) in text
 
 
-@pytest.mark.parametrize("script", ["alltoall", "memory", "model", "routers", "shares", "tuning"])
+@pytest.mark.parametrize("script", ["alltoall", "ceilings", "kernels", "memory", "model", "tuning"])
 def test_a_script_finds_what_it_imports(script):
     """The slow tests run these."""
     pytest.importorskip("triton")
@@ -78,9 +77,9 @@ def test_a_script_finds_what_it_imports(script):
 @pytest.mark.timeout(120)
 def test_tables_of_several_scripts_share_a_file(tmp_path):
     output = tmp_path / "found.json"
-    for script in ("pieces", "memory", "pieces"):
+    for script in ("ceilings", "memory", "ceilings"):
         assert run(script, output).returncode == 0
-    titles = ["The parts of one MoE layer", "Memory of one MoE layer"]
+    titles = ["Ceilings", "Memory of one MoE layer"]
     assert list(json.loads(output.read_text())["tables"]) == titles
 
 
@@ -113,32 +112,17 @@ def test_a_step_leaves_no_gradients_for_the_next_alternative_to_free():
             handle.remove()
 
 
-def test_parts_are_timed_without_drawing_their_gradients(tmp_path, monkeypatch):
-    shapes, randn_like = [], torch.randn_like
-    monkeypatch.setattr(
-        torch, "randn_like", lambda t: shapes.append((t.shape, t.dtype)) or randn_like(t)
-    )
-    words = f"pieces.py --device cpu {ARGUMENTS['pieces']} --dtypes float32 --output"
-    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "found.json")])
-    pieces.main()
-    assert len(shapes) == len(set(shapes)) > 1  # before the rounds that count
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_shares_of_both_passes(tmp_path):
+def test_operators_of_both_networks_in_both_passes(tmp_path):
     output = tmp_path / "found.json"
-    assert run("shares", output).returncode == 0
+    assert run("kernels network", output).returncode == 0
     (table,) = json.loads(output.read_text())["tables"].values()
-    for found in table["data"]:
-        (experts, _), (dense, _) = found["experts"], found["dense"]
-        assert not any(dense[kind] for kind in ("experts", "router", "dispatch"))
-        assert all(experts[kind] for kind in ("experts", "router", "dispatch"))
-        assert all(
-            experts[kind] and dense[kind]
-            for kind in ("attention", "other matrix products", "normalisation")
-        )
-        assert bool(experts["optimiser"]) == (found["mode"] == "training")
+    names = {entry["pass"]: {name for name, *_ in entry["kernels"]} for entry in table["data"]}
+    assert [name.split()[-1] for name in names] == ["experts", "dense"] * 2
+    for name, operators in names.items():
+        assert ("moe_core::route" in operators) == name.endswith("experts")
+        assert ("aten::addmm" in operators) or ("aten::linear" in operators)
 
 
 def test_einsum_is_left_out_where_its_masks_are_large(monkeypatch):
@@ -162,19 +146,37 @@ def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
     assert all(tensor.grad is None for tensor in (case.x, *parameters))
 
 
-def test_parts_as_graphs_are_rows_of_their_own(monkeypatch):
-    monkeypatch.setattr(pieces, "capture", lambda work: work)
+def test_a_token_whose_experts_are_nearly_tied_is_not_compared(monkeypatch):
+    case = layer.Case((64, 16, 4), "float32", "cpu", False, check=False)
+    tied = 3
+    with torch.no_grad():  # the second expert's logit of one token is that of the first
+        router, token = case.layer.router.weight, case.x[tied]
+        logits = router @ token
+        first, second = logits.topk(2).indices
+        router[second] += token * (logits[first] - logits[second]) / (token @ token)
+    *_, is_clear = case._reference()
+    assert not is_clear[tied]
+    assert is_clear.sum() > 60
+    wrong = case.alternatives["dense, float32"]
+    right = case.alternatives[layer.LAYER]
+    rows = torch.zeros(64, 1)
 
-    def timed(calls, rounds, device):
-        return {name: [2.0] for name in calls}
+    def wrong_in_one(x):
+        return right(x) * (1 - rows) + wrong(x) * rows
 
-    monkeypatch.setattr(pieces, "timed", timed)
-    bench = pieces.Bench("64x16x4", "float32", "cpu")
-    measured = pieces.measure(bench, SimpleNamespace(device="cuda", rounds=1))
-    assert list(measured) == ["many calls", "graph replay"]
-    rows = list(pieces.rows("", "graph replay", measured["graph replay"]))
-    assert rows[0][1] == "router, graph replay"
-    assert rows[0][3] == "1.000 (1.000 - 1.000)"
+    case.alternatives = {"close": wrong_in_one}
+    rows[tied] = 1
+    case._leave_out_what_is_wrong()
+    assert "close" in case.alternatives
+    rows[tied - 1] = 1
+    case._leave_out_what_is_wrong()
+    assert "close" in case.left_out
+
+
+def test_all_choices_are_clear_where_all_experts_are_chosen():
+    assert layer.clearly_routed(torch.zeros(3, 2), 2).all()
+    assert layer.clearly_routed(torch.tensor([[1.0, 1.0, 0.5]]), 2).all()
+    assert not layer.clearly_routed(torch.tensor([[1.0, 0.5, 0.5]]), 2).any()
 
 
 def test_on_a_gpu_a_time_is_the_mean_of_many_calls(monkeypatch):

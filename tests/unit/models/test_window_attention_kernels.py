@@ -85,6 +85,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
 
 # NumPy's, of rows past a window's end, which are not stored
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.gpu
 class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 

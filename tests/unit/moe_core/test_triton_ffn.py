@@ -117,6 +117,7 @@ def train(layer: MoELayer, batches: list[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in layer.parameters()]
 
 
+@pytest.mark.gpu
 class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 
@@ -326,6 +327,7 @@ class TestKernels:
             torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
+@pytest.mark.gpu
 class TestKernelsWithCastsAhead:
     """Weights that are cast once for several passes."""
 

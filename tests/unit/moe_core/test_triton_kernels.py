@@ -89,6 +89,7 @@ def nothing_said_yet():
     backend._log_once.cache_clear()
 
 
+@pytest.mark.gpu
 class TestKernels:
     __test__ = INTERPRETED or torch.cuda.is_available()
 
@@ -357,6 +358,7 @@ def tokens_of(num_tokens: int, model_dim: int, dtype=torch.float32) -> torch.Ten
     return random(num_tokens, model_dim, dtype=dtype, seed=num_tokens).requires_grad_()
 
 
+@pytest.mark.gpu
 class TestKernelsOfALinearRouter:
     """A linear router, its choice and the cast of the tokens in one kernel, against the layer's
     plain path."""

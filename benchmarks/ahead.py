@@ -1,0 +1,99 @@
+"""Triton kernels compiled by many processes before they are needed. In one process the kernels of a
+network take minutes, one after the other.
+
+The work runs once without launching Triton's kernels, which notes what it would compile. Forked
+processes then fill Triton's cache on the disk. What the pass computes is meaningless, and the
+engine may remember it: a process that calls this should not also measure.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from unittest import mock
+
+import torch
+
+Jobs = dict[tuple, tuple]  # kernel and specialisation -> the kernel, and its specialisation as text
+
+
+class _Target:
+    """What compilation asks of Triton's driver. A forked process cannot use CUDA."""
+
+    def __init__(self, driver) -> None:
+        self.device, self.target = driver.get_current_device(), driver.get_current_target()
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_target(self):
+        return self.target
+
+
+def compile_in_another_process() -> None:
+    """Run this script once more with --compile. If that fails, kernels are compiled at launch."""
+    environment = {**os.environ, "MOE_CORE_VERIFY": "0"}
+    subprocess.run([sys.executable, *sys.argv, "--compile"], env=environment, check=False)
+
+
+def compile_ahead(works: Iterable[Callable[[], object]]) -> int:
+    """Compile the kernels that each of `works` would launch, a share on each core.
+
+    The kernels behind an error in a work are left out.
+
+    Returns:
+        The number of kernels, those that Triton's cache had included.
+    """
+    jobs: Jobs = {}
+    with _recorded(jobs):
+        for work in works:
+            try:
+                work()
+            except Exception as error:
+                reason = str(error).partition("\n")[0]
+                print(f"left after {len(jobs)} kernels: {reason}", file=sys.stderr)
+    start = time.monotonic()
+    _compile(list(jobs.values()), os.cpu_count() or 1)
+    seconds = time.monotonic() - start
+    print(f"{len(jobs)} kernels compiled in {seconds:.1f} s", flush=True)
+    return len(jobs)
+
+
+@contextmanager
+def _recorded(jobs: Jobs) -> Iterator[None]:
+    """Within it, launches only add to `jobs`. New tensors hold zeros: what a kernel would have
+    written may be an index."""
+    from triton import knobs
+
+    def note(*, fn, compile, **_) -> bool:
+        jobs[fn.name, str(compile["key"])] = fn.jit_function, compile["specialization_data"]
+        return True  # Triton neither compiles nor launches
+
+    def zeros(*sizes, memory_format=None, **options) -> torch.Tensor:
+        return torch.zeros(*sizes, **options)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "empty", zeros))
+        stack.enter_context(mock.patch.object(torch, "empty_like", torch.zeros_like))
+        stack.enter_context(mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros))
+        stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", note))
+        yield
+
+
+def _compile(jobs: list[tuple], processes: int) -> None:
+    from triton.runtime import driver
+
+    children = []
+    for i in range(min(processes, len(jobs))):
+        child = os.fork()
+        if child == 0:
+            driver.set_active(_Target(driver.active))
+            for kernel, specialisation in jobs[i::processes]:
+                with suppress(Exception):  # its launch will say why
+                    kernel.preload(specialisation)
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
