@@ -9,6 +9,10 @@ torch operations compute the op or its gradients:
    those of the plain form (`plain_gradients`).
 
 `register_gradient` registers both. `schema_of` derives the arguments of an op from a named tuple.
+
+Outside torch.compile an op with gradients is called through a torch.autograd.Function
+(`register_autograd`). torch's own entry reads the whole schema again for each argument: 0.2 ms for
+25 arguments, where the Function takes 0.03 ms.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,13 +59,45 @@ def plain_gradients(
     return [next(computed) if is_needed else None for is_needed in needs]
 
 
+def register_autograd(name: str, backward: Callable, save: Callable) -> Callable:
+    """Register the gradients of an op, as torch.library.register_autograd.
+
+    Args:
+        name: "<namespace>::<name>".
+        backward: `backward(ctx, *grads)` returns the gradients of all arguments.
+        save: `save(ctx, inputs, output)` keeps in `ctx` what `backward` reads.
+
+    Returns:
+        The function to call in place of the op.
+    """
+    namespace, _, short_name = name.partition("::")
+    op = getattr(getattr(torch.ops, namespace), short_name)
+    torch.library.register_autograd(name, backward, setup_context=save)
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = op(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+    Gradient.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+    def call(*inputs):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return op(*inputs)
+        return Gradient.apply(*inputs)
+
+    return call
+
+
 def register_gradient(
     name: str,
     num_differentiable: int,
     backward: Callable[..., Sequence[Tensor | None]],
     plain: Callable[..., Tensor],
     saved_outputs: Sequence[int] = (),
-) -> None:
+) -> Callable:
     """Register the gradients of the first output of the op `moe_core::<name>`.
 
     Its other outputs, which only the backward pass reads, have no gradients.
@@ -72,6 +108,9 @@ def register_gradient(
             which ones are read.
         plain: the first output as a function of the op's arguments, in plain torch.
         saved_outputs: the indices of the outputs that are saved for `backward`.
+
+    Returns:
+        The function to call in place of the op.
     """
 
     def save(ctx, inputs, output):
@@ -107,7 +146,7 @@ def register_gradient(
         pairs = zip(gradients, needs, strict=True)
         return (*[g if is_needed else None for g, is_needed in pairs], *nothing)
 
-    torch.library.register_autograd(f"moe_core::{name}", differentiate, setup_context=save)
+    return register_autograd(f"moe_core::{name}", differentiate, save)
 
 
 _TYPES = {

@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform, without_autocast
-from moe_core.ops.autograd import is_differentiated_again, plain_gradients
+from moe_core.ops.autograd import (
+    is_differentiated_again,
+    plain_gradients,
+    register_autograd,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ def window_attention(
         raise ValueError(
             f"mask {list(mask.shape)} does not fit the windows of qkv {list(qkv.shape)}"
         )
-    return torch.ops.swinv2_moe.window_attention(qkv, bias, mask, scale, cosine)[0]
+    return _differentiable(qkv, bias, mask, scale, cosine)[0]
 
 
 def runs(qkv: Tensor) -> bool:
@@ -216,7 +220,7 @@ def _plain_backward(ctx, grad, qkv, bias, mask, scale):
     return of_qkv, of_bias, None, of_scale, None
 
 
-torch.library.register_autograd("swinv2_moe::window_attention", _backward, setup_context=_save)
+_differentiable = register_autograd("swinv2_moe::window_attention", _backward, _save)
 
 
 # 3. On a CPU, from torch's operations

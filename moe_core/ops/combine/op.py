@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import is_differentiated_again, register_gradient
+from moe_core.ops.autograd import (
+    is_differentiated_again,
+    register_autograd,
+    register_gradient,
+)
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine import reference
 from moe_core.ops.plan.op import DispatchPlan
@@ -23,7 +27,7 @@ def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tenso
     if in_transform(tokens):
         return reference.dispatch_rows(tokens, plan.choices, plan.slots.shape[1])
     form = select("combine", Request(kernels, tokens.device.type, tokens.dtype))
-    return torch.ops.moe_core.dispatch_rows(tokens, plan.choices, plan.slots, plan.kept, form)
+    return _dispatch(tokens, plan.choices, plan.slots, plan.kept, form)
 
 
 def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "auto") -> Tensor:
@@ -45,7 +49,7 @@ def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "aut
         form = select("combine", request)
     if form == "combine.reference":
         return reference.sum_rows(rows, plan.slots, plan.kept, gates)
-    return torch.ops.moe_core.combine_rows(rows, gates, plan.choices, plan.slots, plan.kept, form)
+    return _combine(rows, gates, plan.choices, plan.slots, plan.kept, form)
 
 
 # 1. Ops. `form` is the module that computes them.
@@ -127,7 +131,7 @@ def _plain_combine(rows, gates, choices, slots, kept, form) -> Tensor:
     return reference.sum_rows(rows, slots, kept, gates)
 
 
-torch.library.register_autograd(
-    "moe_core::dispatch_rows", _differentiate_dispatch, setup_context=_save_dispatch
+_dispatch = register_autograd("moe_core::dispatch_rows", _differentiate_dispatch, _save_dispatch)
+_combine = register_gradient(
+    "combine_rows", 2, torch.ops.moe_core.combine_rows_backward, _plain_combine
 )
-register_gradient("combine_rows", 2, torch.ops.moe_core.combine_rows_backward, _plain_combine)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.ops.backend import on_its_device
+from moe_core.ops.blocks import cdiv, next_power_of_2
 
 _TILE = 4096  # elements of a tile: 32 for each thread of 4 warps
 _MAX_BLOCK_M = 512
@@ -105,7 +106,7 @@ def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
     rows = tokens.new_empty(num_rows, width)
     if rows.numel():
         block_n, block_m = _tile(width)
-        grid = (triton.cdiv(num_rows, block_n), triton.cdiv(width, block_m))
+        grid = (cdiv(num_rows, block_n), cdiv(width, block_m))
         _dispatch_kernel[grid](
             tokens, choices.contiguous(), rows, num_rows, width, top_k, block_n, block_m
         )
@@ -126,7 +127,7 @@ def sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, gates: Tensor | N
     out = rows.new_empty(num_tokens, width, dtype=dtype)
     if out.numel():
         block_n, block_m = _tile(width)
-        grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(width, block_m))
+        grid = (cdiv(num_tokens, block_n), cdiv(width, block_m))
         _sum_kernel[grid](
             rows, _contiguous(slots), _contiguous(kept), _contiguous(gates), out,
             num_tokens, width, top_k, _sum_dtype(dtype), block_n, block_m,
@@ -155,7 +156,7 @@ def combine_rows_backward(
     if rows.numel():
         block_n, block_m = _tile(width)
         sum_dtype = _sum_dtype(torch.promote_types(grad.dtype, rows.dtype))
-        _combine_backward_kernel[(triton.cdiv(num_rows, block_n),)](
+        _combine_backward_kernel[(cdiv(num_rows, block_n),)](
             grad, rows, _contiguous(gates), _contiguous(choices), _contiguous(slots),
             _contiguous(kept), grad_rows, grad_gates, num_rows, width, top_k, sum_dtype,
             block_n, block_m,
@@ -164,7 +165,7 @@ def combine_rows_backward(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    block_m = min(triton.next_power_of_2(width), _MAX_BLOCK_M)
+    block_m = min(next_power_of_2(width), _MAX_BLOCK_M)
     return min(_TILE // block_m, 64), block_m
 
 

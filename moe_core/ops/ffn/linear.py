@@ -34,7 +34,7 @@ def expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Te
     weight = weight.to(rows.dtype)
     if bias is not None:
         bias = bias.to(rows.dtype)
-    return torch.ops.moe_core.expert_linear(rows, weight, bias, offsets)
+    return _differentiable(rows, weight, bias, offsets)
 
 
 def _form(rows: Tensor) -> ModuleType:
@@ -80,7 +80,7 @@ def _(grad, needs, rows, weight, bias, offsets):
     return tuple(empty_gradients(grad, (rows, weight, bias), needs))
 
 
-register_gradient(
+_differentiable = register_gradient(
     "expert_linear",
     3,
     torch.ops.moe_core.expert_linear_backward,

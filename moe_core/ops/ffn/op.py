@@ -85,7 +85,7 @@ def expert_ffn(
         noise = dropout_noise(rows, weights.w1)
     keep_hidden = _needs_gradients(rows, *weights)
     inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels, keep_hidden)
-    return torch.ops.moe_core.expert_ffn(*inputs)[0]
+    return _expert_ffn(*inputs)[0]
 
 
 def moe_ffn(
@@ -211,7 +211,7 @@ def _fused(
         kernels=kernels,
         form=form,
     )
-    return torch.ops.moe_core.moe_ffn(*inputs)[0]
+    return _moe_ffn(*inputs)[0]
 
 
 def _matrices(
@@ -271,12 +271,17 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
 # 1. Ops, with fake kernels, FLOPs and autograd
 
 
-def _register(name: str, inputs_type: type, plain: Callable, transposed_gradients: bool) -> None:
+def _register(
+    name: str, inputs_type: type, plain: Callable, transposed_gradients: bool
+) -> Callable:
     """Register the op `name` with the arguments `inputs_type`, and its backward op.
 
     Args:
         plain: the op's output in plain torch, of the same arguments.
         transposed_gradients: whether gradients have the memory order of transposed weights.
+
+    Returns:
+        The function to call in place of the op.
     """
     make = inputs_type._make  # type: ignore[attr-defined]
     fields = inputs_type._fields  # type: ignore[attr-defined]
@@ -332,7 +337,7 @@ def _register(name: str, inputs_type: type, plain: Callable, transposed_gradient
         return backward_products(needs[0], needs_weights, is_gated) * _flops_of_product(inputs)
 
     backward_op = getattr(torch.ops.moe_core, f"{name}_backward")
-    register_gradient(name, num_differentiable, backward_op, plain, saved_outputs=(1,))
+    return register_gradient(name, num_differentiable, backward_op, plain, saved_outputs=(1,))
 
 
 def _fake_outputs(inputs) -> tuple[Tensor, Tensor]:
@@ -405,5 +410,5 @@ def _plain_moe_ffn(*fields) -> Tensor:
     return sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
 
 
-_register("expert_ffn", FFNInputs, _plain_expert_ffn, transposed_gradients=True)
-_register("moe_ffn", MoEFFNInputs, _plain_moe_ffn, transposed_gradients=False)
+_expert_ffn = _register("expert_ffn", FFNInputs, _plain_expert_ffn, transposed_gradients=True)
+_moe_ffn = _register("moe_ffn", MoEFFNInputs, _plain_moe_ffn, transposed_gradients=False)

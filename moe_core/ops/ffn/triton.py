@@ -6,10 +6,10 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
+from moe_core.ops.blocks import cdiv, next_power_of_2
 from moe_core.ops.combine.triton import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import ExpertWeights, MoEFFNInputs, by_name
@@ -122,7 +122,7 @@ def _backward(
     weighted = None
     if needed["w2"]:
         weighted = call.tokens.new_empty(call.num_rows, call.hidden_dim)
-    num_dots = triton.cdiv(call.hidden_dim, call.small.columns)
+    num_dots = cdiv(call.hidden_dim, call.small.columns)
     dots = call.new(needs_gates or needed["b2"], call.num_rows, num_dots)
     needs_sums = needed["b1"] or needed["b3"]
     sums = call.new(needs_sums, weights.num_kept, call.num_blocks, call.hidden_dim)
@@ -205,8 +205,8 @@ class _Call:
         self.num_blocks = self.num_rows // self.small.rows + min(self.num_experts, self.num_rows)
         self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
         if self.num_blocks:
-            block_e = triton.next_power_of_2(self.num_experts)
-            blocks_kernel[(triton.cdiv(self.num_blocks, 32),)](
+            block_e = next_power_of_2(self.num_experts)
+            blocks_kernel[(cdiv(self.num_blocks, 32),)](
                 self.offsets,
                 self.blocks,
                 self.num_blocks,
@@ -227,7 +227,7 @@ class _Call:
         if self.num_blocks == 0:
             return
         sizes = (self.num_blocks, self.model_dim, self.hidden_dim)
-        kernel[(self.num_blocks * triton.cdiv(width, tile.columns),)](
+        kernel[(self.num_blocks * cdiv(width, tile.columns),)](
             *arguments,
             *sizes,
             **constants,
@@ -269,11 +269,11 @@ class _Call:
         out = a.new_empty(self.num_experts, self.hidden_dim, self.model_dim, dtype=dtype)
         tile = self.for_weights
         lines, columns = tile.rows, tile.columns
-        tiles_down = triton.cdiv(self.hidden_dim, lines)
-        tiles_across = triton.cdiv(self.model_dim, columns)
+        tiles_down = cdiv(self.hidden_dim, lines)
+        tiles_across = cdiv(self.model_dim, columns)
         weight_grad_kernel[(self.num_experts * tiles_down * tiles_across,)](
             a, b, self.offsets, out, self.model_dim, self.hidden_dim,
-            triton.next_power_of_2(self.num_experts), lines, columns, tile.depth,
+            next_power_of_2(self.num_experts), lines, columns, tile.depth,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return out
@@ -284,8 +284,8 @@ class _Call:
         if self.num_blocks == 0:
             return
         num_dots = dots.shape[1]
-        block_m = min(triton.next_power_of_2(self.model_dim), 64)
-        block_d = triton.next_power_of_2(num_dots)
+        block_m = min(next_power_of_2(self.model_dim), 64)
+        block_d = next_power_of_2(num_dots)
         gate_grad_kernel[(self.num_blocks,)](
             grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums, self.num_blocks,
             self.model_dim, self.top_k, num_dots, self.small.rows, block_m, block_d,
@@ -295,8 +295,8 @@ class _Call:
         """Add `sums` [B, width] over the blocks of each expert: [E, width], like `bias`."""
         out = torch.empty_like(bias, memory_format=torch.contiguous_format)
         width, block_m = bias.shape[1], 128
-        block_e = triton.next_power_of_2(self.num_experts)
-        sum_blocks_kernel[(self.num_experts, triton.cdiv(width, block_m))](
+        block_e = next_power_of_2(self.num_experts)
+        sum_blocks_kernel[(self.num_experts, cdiv(width, block_m))](
             sums, self.offsets, out, width, self.small.rows, block_e, 16, block_m
         )
         return out

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.ops.backend import on_its_device
+from moe_core.ops.blocks import cdiv, next_power_of_2
 
 _TILE = 4096  # counts that a program of the scan reads at a time
 _EXPERTS_AT_A_TIME = 64  # experts that a program of the count compares with its choices
@@ -153,10 +154,10 @@ def make_plan(
     elif limit is not None:
         most = min(limit, num_choices)
     order, order_stride = _order(priority)
-    grid = (triton.cdiv(num_tokens, _BLOCK), top_k)
+    grid = (cdiv(num_tokens, _BLOCK), top_k)
     num_cells = top_k * grid[0]
     cells, firsts = expert_ids.new_empty(2, num_experts, num_cells, dtype=torch.int32).unbind()
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     if num_choices:
         _count_kernel[grid](
             expert_ids, order, cells, order_stride, num_tokens, grid[0], num_experts, top_k, _BLOCK,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
+from moe_core.ops.blocks import next_power_of_2
 
 _GSHARD: tl.constexpr = tl.constexpr(KERNEL_LOSSES.index("gshard"))
 
@@ -94,7 +95,7 @@ def loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str)
     value = sums.new_empty(())
     _loss_kernel[(1,)](
         sums.contiguous(), total, num_tokens, value, KERNEL_LOSSES.index(loss), num_experts,
-        triton.next_power_of_2(num_experts), num_warps=1,
+        next_power_of_2(num_experts), num_warps=1,
     )  # fmt: skip
     return value
 
@@ -110,6 +111,6 @@ def loss_of_sums_backward(
     grad_sums = torch.empty_like(sums, memory_format=torch.contiguous_format)
     _loss_backward_kernel[(1,)](
         grad, sums.contiguous(), total, num_tokens, grad_sums, KERNEL_LOSSES.index(loss),
-        num_experts, triton.next_power_of_2(num_experts), num_warps=1,
+        num_experts, next_power_of_2(num_experts), num_warps=1,
     )  # fmt: skip
     return grad_sums

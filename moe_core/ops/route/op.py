@@ -21,7 +21,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform, without_autocast
-from moe_core.ops.autograd import is_differentiated_again, plain_gradients
+from moe_core.ops.autograd import (
+    is_differentiated_again,
+    plain_gradients,
+    register_autograd,
+)
 from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
 from moe_core.ops.route import reference
 from moe_core.registry import LOSSES
@@ -141,7 +145,7 @@ def _in_one_kernel(
     cast_to: torch.dtype | None = None
     if dtype != x.dtype:
         cast_to = dtype
-    gates, ids, probs, sums, inputs, _ = torch.ops.moe_core.route(
+    gates, ids, probs, sums, inputs, _ = _differentiable_route(
         x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation,
         form, kernels,
     )  # fmt: skip
@@ -293,7 +297,7 @@ def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs
     return (grad_x, grad_weight, *nothing)
 
 
-torch.library.register_autograd("moe_core::route", _differentiate, setup_context=_save)
+_differentiable_route = register_autograd("moe_core::route", _differentiate, _save)
 
 
 @register_flop_formula(torch.ops.moe_core.route)
@@ -323,7 +327,7 @@ def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
     total = None
     if isinstance(num_tokens, Tensor):
         total, num_tokens = num_tokens.detach(), 0
-    return torch.ops.moe_core.loss_of_sums(sums, total, num_tokens, loss)
+    return _differentiable_loss(sums, total, num_tokens, loss)
 
 
 @torch.library.custom_op("moe_core::loss_of_sums", mutates_args=())
@@ -368,6 +372,4 @@ def _differentiate_loss(ctx, grad):
     return grad_sums, None, None, None
 
 
-torch.library.register_autograd(
-    "moe_core::loss_of_sums", _differentiate_loss, setup_context=_save_loss
-)
+_differentiable_loss = register_autograd("moe_core::loss_of_sums", _differentiate_loss, _save_loss)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
+from moe_core.ops.blocks import cdiv, next_power_of_2
 
 _TILE = 2048  # logits that a program handles, if it does not compute them
 _BLOCK_T = 32  # tokens of a program that computes logits
@@ -261,7 +262,7 @@ def forward(
     block_t, block_e, num_warps = _block(num_experts, weight is not None)
     if weight is not None:
         num_warps = 2  # 33 us in place of 42 us on an H100, for 18,432 tokens
-    num_blocks = triton.cdiv(num_tokens, block_t)
+    num_blocks = cdiv(num_tokens, block_t)
     gates = like.new_empty(num_tokens, top_k)
     ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
     probs = like.new_empty(num_tokens, num_experts)
@@ -278,7 +279,7 @@ def forward(
         route_kernel[(num_blocks,)](
             x, weight, noise, inputs, logits, ids, gates, probs, block_sums, num_tokens, model_dim,
             num_experts, top_k, normalize, KERNEL_LOSSES.index(loss), noise_std, loss_noise_std,
-            block_t, block_e, triton.next_power_of_2(top_k), _BLOCK_M, num_warps=num_warps,
+            block_t, block_e, next_power_of_2(top_k), _BLOCK_M, num_warps=num_warps,
         )  # fmt: skip
     if inputs is None:
         inputs = x.new_empty(0)
@@ -317,7 +318,7 @@ def backward(
     else:
         grad_x = torch.empty_like(x)
     if num_tokens:
-        route_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
+        route_backward_kernel[(cdiv(num_tokens, block_t),)](
             weight, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, grad_inputs,
             grad_logits, grad_x, num_tokens, model_dim, num_experts, ids.shape[1], normalize,
             KERNEL_LOSSES.index(loss), noise_std, loss_noise_std, block_t, block_e, _BLOCK_M,
@@ -343,7 +344,7 @@ def _sizes(x: Tensor, weight: Tensor | None) -> tuple[int, int, int, Tensor]:
 
 def _block(num_experts: int, has_weight: bool) -> tuple[int, int, int]:
     """BLOCK_T, BLOCK_E and the number of warps."""
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     if has_weight:
         return _BLOCK_T, max(block_e, _LEAST_EXPERTS), 4
     num_warps = 4
