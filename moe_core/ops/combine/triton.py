@@ -37,7 +37,9 @@ def _dispatch_kernel(
     token = tl.load(choices + n, mask=n < num_rows, other=0) // TOP_K
     mask = (n < num_rows)[:, None] & (columns < WIDTH)[None, :]
     values = tl.load(tokens + token[:, None] * WIDTH + columns[None, :], mask=mask)
-    tl.store(rows + n[:, None] * WIDTH + columns[None, :], values, mask=mask)
+    tl.store(
+        rows + n[:, None] * WIDTH + columns[None, :], values.to(rows.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -97,13 +99,15 @@ def _combine_backward_kernel(
 
 
 @on_its_device
-def dispatch_rows(tokens: Tensor, choices: Tensor, top_k: int) -> Tensor:
-    """tokens [T, M] of any dtype, choices [N] int64 -> [N, M]."""
+def dispatch_rows(
+    tokens: Tensor, choices: Tensor, top_k: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """tokens [T, M] of any dtype, choices [N] int64 -> [N, M] in `dtype`, or that of the tokens."""
     tokens = _matrix(tokens)
     _check_indices(tokens.device, choices)
     num_rows = choices.shape[0]
     width = tokens.shape[1]
-    rows = tokens.new_empty(num_rows, width)
+    rows = tokens.new_empty(num_rows, width, dtype=dtype)
     if rows.numel():
         block_n, block_m = _tile(width)
         grid = (cdiv(num_rows, block_n), cdiv(width, block_m))

@@ -117,7 +117,7 @@ def _backward(
     needed = by_name(rest)
     weights = inputs.cast_weights
     gates = _contiguous(inputs.gates)
-    grad = grad.to(call.tokens.dtype).contiguous()
+    grad = dispatch_rows(grad, call.choices, call.top_k, call.tokens.dtype)  # [N, M]
     grad_z = torch.empty_like(hidden)
     weighted = None
     if needed["w2"]:
@@ -132,7 +132,6 @@ def _backward(
         call.small,
         call.hidden_dim,
         (grad, call.choices, call.blocks, weights.w2, hidden, inputs.seed, gates, *results),
-        TOP_K=call.top_k,
         num_rows=call.num_rows,
         GATED=inputs.w3 is not None,
         **call.limit,
@@ -140,9 +139,7 @@ def _backward(
     )
     by_weight: dict[str, Tensor] = {}
     if weighted is not None:
-        grads = dispatch_rows(grad, call.choices, call.top_k)
-        by_weight["w2"] = call.weight_grad(weighted, grads, inputs.w1.dtype)
-        del grads
+        by_weight["w2"] = call.weight_grad(weighted, grad, inputs.w1.dtype)
     del weighted, results
     grad_gates = None
     if dots is not None:
@@ -288,7 +285,7 @@ class _Call:
         block_d = next_power_of_2(num_dots)
         gate_grad_kernel[(self.num_blocks,)](
             grad, self.choices, self.blocks, gates, b2, dots, grad_gates, sums, self.num_blocks,
-            self.model_dim, self.top_k, num_dots, self.small.rows, block_m, block_d,
+            self.model_dim, num_dots, self.small.rows, block_m, block_d,
         )  # fmt: skip
 
     def sum_blocks(self, sums: Tensor, bias: Tensor) -> Tensor:

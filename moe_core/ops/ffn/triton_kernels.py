@@ -6,12 +6,12 @@
    and dropout. For gated experts, the same program also multiplies the same rows by w3.
    `model_kernel` multiplies by w2 and adds the bias. If a token has only one row, it also
    multiplies by the gate value and writes the result to the token's position.
-3. Backward. `hidden_grad_kernel` gathers the output's gradient, multiplies by w2 and computes the
-   activation and its derivative. For this, only the hidden layer before the activation is kept. The
-   gradient of a gate is the inner product of the hidden layer and its gradient, so the experts'
-   output is not kept either (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` computes the
-   gradients of weights from rows that were gathered before: it reads each of them many times.
-   `model_kernel` computes the gradient of the tokens.
+3. Backward. The rows of the output's gradient are gathered first, because three kernels read them.
+   `hidden_grad_kernel` multiplies them by w2 and computes the activation and its derivative. For
+   this, only the hidden layer before the activation is kept. The gradient of a gate is the inner
+   product of the hidden layer and its gradient, so the experts' output is not kept either
+   (SonicMoE, arXiv 2512.14080). `weight_grad_kernel` computes the gradients of weights from
+   gathered rows, `model_kernel` the gradient of the tokens.
 
 Products of 16-bit numbers are summed in fp32. A product in fp32 is three TF32 products ("tf32x3")
 on tensor cores, with nearly the accuracy of fp32. Every output element is written by one program,
@@ -98,10 +98,15 @@ def _gathered_product(
     source, choices, w, expert, n, columns, M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The rows n of `source` [T, M] (gathered by token) times w[expert]^T [M, H], at `columns`."""
+    """The rows n of `source` times w[expert]^T [M, H], at `columns`.
+
+    `source` is [N, M], or with `choices` [T, M], whose rows are gathered by token.
+    """
     k = tl.arange(0, BLOCK_K)
-    token = tl.load(choices + n) // TOP_K
-    a = source + token[:, None] * M + k[None, :]
+    row = n
+    if choices is not None:
+        row = tl.load(choices + n) // TOP_K
+    a = source + row[:, None] * M + k[None, :]
     b = w + (expert * H + columns % H)[None, :] * M + k[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_COLUMNS], dtype=tl.float32)
     return _product(total, a, b, M, 1, BLOCK_K)
@@ -289,11 +294,11 @@ def _halves(x, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def hidden_grad_kernel(
     grad, choices, blocks, w2, z, seed, gates, grad_z, weighted, dots, sums, num_blocks,
-    M: tl.constexpr, H: tl.constexpr, TOP_K: tl.constexpr, num_rows, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, num_rows, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    LEAST: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute from `grad`, the gradient of the output [T, M]:
+    """Compute from `grad` [N, M], the rows of the gradient of the output:
 
     - grad_z [N, H]: the gradient of z;
     - weighted [N, H]: gate * h, for the gradient of w2;
@@ -310,7 +315,7 @@ def hidden_grad_kernel(
         columns = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         row = tl.minimum(n, end - 1)
         grad_h = _gathered_product(
-            grad, choices, w2, expert, row, columns, M, H, TOP_K, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
+            grad, None, w2, expert, row, columns, M, H, 1, BLOCK_N, BLOCK_COLUMNS, BLOCK_K
         )
         gate = tl.full([BLOCK_N], 1.0, tl.float32)
         if gates is not None:
@@ -369,8 +374,7 @@ def weight_grad_kernel(
 @triton.jit(do_not_specialize=["num_blocks"])
 def gate_grad_kernel(
     grad, choices, blocks, gates, b2, dots, grad_gates, sums, num_blocks, M: tl.constexpr,
-    TOP_K: tl.constexpr, NUM_DOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    NUM_DOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the gates for the rows of a block, and the block's sums for b2.
 
@@ -394,9 +398,7 @@ def gate_grad_kernel(
             for first in range(0, M, BLOCK_M):
                 columns = first + tl.arange(0, BLOCK_M)
                 mask = in_range[:, None] & (columns < M)[None, :]
-                values = tl.load(
-                    grad + (choice // TOP_K)[:, None] * M + columns[None, :], mask=mask, other=0.0
-                )
+                values = tl.load(grad + n[:, None] * M + columns[None, :], mask=mask, other=0.0)
                 values = values.to(tl.float32)
                 bias = tl.load(b2 + expert * M + columns, mask=columns < M, other=0.0).to(
                     tl.float32
