@@ -17,8 +17,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from moe_core.ops.blocks import cdiv
-
 _BLOCK = 1024  # words that a program copies at a time
 _MOST_PROGRAMS = 64  # programs for one peer
 _WORD_BYTES = 8
@@ -147,7 +145,7 @@ def word_type(*tensors: Tensor, sizes: tuple[int, ...]) -> torch.dtype:
 
 def programs(num_words: int) -> int:
     """The number of programs that copy `num_words` words for one peer."""
-    return min(max(cdiv(num_words, _BLOCK), 1), _MOST_PROGRAMS)
+    return min(max(-(-num_words // _BLOCK), 1), _MOST_PROGRAMS)
 
 
 def put(

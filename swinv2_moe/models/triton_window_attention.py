@@ -26,8 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.ops.blocks import cdiv, next_power_of_2
-
 # Tokens of an outer block. This is the number of rows of a WGMMA, Hopper's matrix product of four
 # warps.
 _OUTER = 64
@@ -424,7 +422,7 @@ def _blocks(tokens: int, widest: int) -> tuple[int, int]:
 
 
 def _padded(tokens: int) -> int:
-    return max(16, next_power_of_2(tokens))  # tl.dot needs at least 16 rows
+    return max(16, 1 << (tokens - 1).bit_length())  # tl.dot needs at least 16 rows
 
 
 def _grid(qkv: Tensor) -> tuple[int, int, int]:
@@ -436,6 +434,6 @@ def _grid(qkv: Tensor) -> tuple[int, int, int]:
     """
     windows, tokens, _, heads, _ = qkv.shape
     block, _ = _blocks(tokens, _OUTER)
-    outer_blocks = cdiv(tokens, block)
-    splits = min(cdiv(_PROGRAMS, outer_blocks * heads), max(windows // 8, 1), windows)
+    outer_blocks = -(-tokens // block)
+    splits = min(-(-_PROGRAMS // (outer_blocks * heads)), max(windows // 8, 1), windows)
     return outer_blocks, heads, splits
