@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import NamedTuple
 
@@ -43,6 +43,35 @@ class Request(NamedTuple):
     gate_dtype: torch.dtype | None = None
     activation: str | None = None
     num_inputs: int = 0  # the largest number of inputs of a product
+
+
+class Checked(NamedTuple):
+    """What one check of a Triton form covers (moe_core.ops.verify)."""
+
+    form: str  # the module
+    dtype: torch.dtype
+    activation: str | None
+    device: str  # device type
+    ordinal: int  # of the current device
+
+    @property
+    def name(self) -> str:
+        parts = (self.form.removesuffix(".triton"), self.dtype, self.activation)
+        return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
+
+    @classmethod
+    def of(cls, form: str, request: Request) -> "Checked":
+        dtype, activation = request.dtype, None
+        if form == "plan.triton":
+            dtype = torch.int64
+        elif dtype != torch.float64 and (form == "route.triton" or not dtype.is_floating_point):
+            dtype = torch.float32
+        if form == "ffn.triton":
+            activation = request.activation
+        ordinal = 0
+        if request.device == "cuda":
+            ordinal = torch.cuda.current_device()
+        return cls(form, dtype, activation, request.device, ordinal)
 
 
 class Form(NamedTuple):
@@ -154,13 +183,69 @@ def select(operation: str, request: Request) -> str:
 def _first_form(operation: str, request: Request) -> str:
     languages = _languages(request.kernels, request.device)
     for form in FORMS[operation]:
-        if form.language in languages and form.supports(request):
+        if form.language not in languages or not form.supports(request):
+            continue
+        if form.language != "triton" or _is_right(form.module, request):
             return form.module
     raise AssertionError(f"{operation} has no torch form")
 
 
+_verdicts: dict[Checked, bool] = {}
+
+
+def _is_right(form: str, request: Request) -> bool:
+    """Whether a Triton form gives right results on this device; it is checked at its first use."""
+    checked = Checked.of(form, request)
+    verdict = _verdicts.get(checked)
+    if verdict is None:
+        verdict = load("verify").verdict(checked)
+        if verdict is None:  # it cannot be checked now
+            return True
+        _verdicts[checked] = verdict
+    return verdict
+
+
+def agree_on_kernels(
+    requests: Mapping[str, Request], largest: Callable[[list[int]], list[int]]
+) -> None:
+    """Select none of these Triton forms here that another rank does not select.
+
+    Args:
+        requests: by operation.
+        largest: a collective, the elementwise maximum over the ranks.
+    """
+    forms = [FORMS[operation][0].module for operation in requests]
+    missing = [
+        int(select(operation, request) != form)
+        for form, (operation, request) in zip(forms, requests.items(), strict=True)
+    ]
+    anywhere = largest(missing)
+    for i, request in enumerate(requests.values()):
+        if anywhere[i] > missing[i]:
+            checked = Checked.of(forms[i], request)
+            _verdicts[checked] = False
+            _log.warning(
+                "moe_core kernels: the Triton form of %s is not used, since another rank of the"
+                " group does not use it",
+                checked.name,
+            )
+
+
+def verify_mode() -> str:
+    """The value of MOE_CORE_VERIFY: "0", "1" or "always".
+
+    Raises:
+        ValueError: it has another value.
+    """
+    mode = os.environ.get("MOE_CORE_VERIFY") or "1"
+    if mode not in ("0", "1", "always"):
+        raise ValueError(f"MOE_CORE_VERIFY ({mode!r}) must be 0, 1 or always")
+    return mode
+
+
 def check_kernels(kernels: str, device: str) -> None:
     """Raise ValueError if the kernels of this name cannot run on a device of this type."""
+    verify_mode()
     if kernels not in KERNELS:
         raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
     if kernels in CPU_KERNELS and device == "cpu" and not library.description(kernels):
@@ -229,7 +314,7 @@ def _log_once(choice: str, level: int = logging.INFO) -> None:
     _log.log(level, "moe_core kernels: %s", choice)
 
 
-def _is_interpreted() -> bool:
+def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -237,19 +322,19 @@ def _triton_name() -> str:
     import triton
 
     suffix = ""
-    if _is_interpreted():
+    if is_interpreted():
         suffix = " (interpreted)"
     return f"triton {triton.__version__}{suffix}"
 
 
 def _triton_obstacle(device: str) -> str | None:
     """Why Triton's kernels cannot run on this device type; None if they can."""
-    if device != "cuda" and not _is_interpreted():
+    if device != "cuda" and not is_interpreted():
         return "that takes a CUDA device, or TRITON_INTERPRET=1 for Triton's interpreter"
     try:
         import triton
 
-        if not _is_interpreted():
+        if not is_interpreted():
             # This compiles Triton's launcher. The C compiler or Python.h may be missing.
             triton.runtime.driver.active.get_current_device()
     except Exception as error:  # the torch forms run instead, and the log gives the reason
