@@ -20,7 +20,8 @@ Jobs = dict[tuple, tuple]  # kernel and specialisation -> the kernel, and its sp
 
 
 class _Target:
-    """What compilation asks of Triton's driver. A forked process cannot use CUDA."""
+    """What compilation asks of Triton's driver. It is read before the fork: a forked process cannot
+    use CUDA."""
 
     def __init__(self, driver) -> None:
         self.device, self.target = driver.get_current_device(), driver.get_current_target()
@@ -85,15 +86,17 @@ def _recorded(jobs: Jobs) -> Iterator[None]:
 def _compile(jobs: list[tuple], processes: int) -> None:
     from triton.runtime import driver
 
-    children = []
+    target, children = _Target(driver.active), []
     for i in range(min(processes, len(jobs))):
         child = os.fork()
         if child == 0:
-            driver.set_active(_Target(driver.active))
-            for kernel, specialisation in jobs[i::processes]:
-                with suppress(Exception):  # its launch will say why
-                    kernel.preload(specialisation)
-            os._exit(0)
+            try:
+                driver.set_active(target)
+                for kernel, specialisation in jobs[i::processes]:
+                    with suppress(Exception):  # its launch will say why
+                        kernel.preload(specialisation)
+            finally:
+                os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)

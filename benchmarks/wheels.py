@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 # Packages that the benchmarks, tests/conftest.py and the GPU tests import, except torch, triton,
-# tensorboard and what these and timm depend on. pytest-timeout is needed because pyproject.toml
-# sets its option `timeout`.
+# torchvision, tensorboard, huggingface-hub and what these depend on. pytest-timeout is needed
+# because pyproject.toml sets its option `timeout`.
 ALONE = ("timm",)  # without its dependencies: torch is one of them
 CARRIED = (
     *ALONE,
@@ -30,6 +30,7 @@ CARRIED = (
     "argcomplete",
     "PyYAML",
     "safetensors",
+    "psutil",
 )
 PYTHON = "3.12"
 PLATFORMS = (
@@ -104,8 +105,9 @@ def _is_installed(name: str) -> bool:
 
 
 def minimum_versions() -> dict[str, tuple[int, ...]]:
-    """The lowest version of each distribution that pyproject.toml names, by its normal name."""
-    bounds = re.findall(r'"([\w-]+)[^"]*?>=([\d.]+)', PROJECT.read_text())
+    """The lowest version of each dependency in pyproject.toml, by its normal name."""
+    dependencies = PROJECT.read_text().partition("[project.optional-dependencies]")[0]
+    bounds = re.findall(r'"([\w-]+)[^"]*?>=([\d.]+)', dependencies)
     return {_normal(name): _numbers(version) for name, version in bounds}
 
 

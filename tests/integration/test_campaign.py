@@ -315,7 +315,7 @@ def test_only_wheels_of_missing_packages_are_unpacked(tmp_path):
 def test_a_package_that_is_too_old_is_unpacked_too(tmp_path, monkeypatch):
     lowest = wheels.minimum_versions()
     assert lowest["timm"] >= (1, 0, 31)
-    assert lowest["pytest-timeout"] >= (2, 3)
+    assert "pytest-xdist" not in lowest  # whichever is there will do
     make_wheel(tmp_path, "timm")
     for version, unpacked in (("1.0.29", ["timm"]), ("1.0.31", []), ("1.1.0.dev0", [])):
         monkeypatch.setattr(wheels.importlib.metadata, "version", lambda name, v=version: v)
