@@ -17,6 +17,7 @@ packages that are missing or too old come from the folder --packages.
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -99,6 +100,7 @@ def campaign(args: argparse.Namespace) -> int:
         raise CampaignError(
             f"--minutes is {args.minutes:g}, it must be above 0 and at most {MOST_MINUTES}"
         )
+    args.output = args.output.resolve()  # sections run in another folder
     prepare_output(args.output)
     with tempfile.TemporaryDirectory(prefix="campaign-") as scratch:
         environment = prepare_packages(args.packages, Path(scratch))
@@ -394,7 +396,7 @@ def run_limited(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            preexec_fn=os.setpgrp,  # no session of its own: what ends this session ends it too
+            preexec_fn=_lead_a_group,
         )
         try:
             return process.wait(limit)
@@ -402,6 +404,14 @@ def run_limited(
             return None
         finally:
             end_group(process)
+
+
+def _lead_a_group() -> None:
+    """In the section's process: a group of its own, which ends with the campaign under Linux."""
+    os.setpgrp()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_group(process: subprocess.Popen) -> None:

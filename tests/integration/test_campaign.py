@@ -157,7 +157,8 @@ def test_a_call_that_is_killed_inside_a_section_loses_no_row(tmp_path, monkeypat
     section has new ones."""
     rows = json.dumps({"tables": table("kept")})
     code = (
-        f"import sys, time; open(sys.argv[1], 'w').write({rows!r}); print('row'); time.sleep(600)"
+        f"import os, sys, time; open(sys.argv[1], 'w').write({rows!r})\n"
+        "print('row', os.getpid()); time.sleep(600)"
     )
     driver = (
         "import sys; sys.path[:0] = ['benchmarks', 'tests/integration']\n"
@@ -169,16 +170,19 @@ def test_a_call_that_is_killed_inside_a_section_loses_no_row(tmp_path, monkeypat
     )
     killed = subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT, start_new_session=True)
     log = tmp_path / "running.log"
-    while not (log.exists() and log.read_text() == "row\n"):
+    while not (log.exists() and log.read_text().endswith("\n")):
         assert killed.poll() is None
         time.sleep(0.01)
     killed.kill()
     killed.wait()
+    printed = log.read_text()
+    while is_running(int(printed.split()[1])):  # the section ends with the campaign
+        time.sleep(0.01)
     assert read(tmp_path)["sections"]["slow"]["status"] == "running"
     monkeypatch.setattr(campaign, "SECTIONS", [fake_section("slow", "raise SystemExit(3)")])
     state = campaign.open_state(tmp_path, False, ENVIRONMENT)
     found = state["sections"]["slow"]
-    assert (found["status"], found["printed"]) == ("interrupted", "row\n")
+    assert (found["status"], found["printed"]) == ("interrupted", printed)
     assert found["tables"] == table("kept")
     campaign.run_sections(state, options(tmp_path), time.monotonic() + 600, dict(os.environ))
     found = read(tmp_path)["sections"]["slow"]
