@@ -186,6 +186,9 @@ def section_lines(record: dict) -> Iterator[str]:
     for table in record["tables"].values():
         fields = {name: table[name] for name in ("title", "command", "columns", "rows", "notes")}
         yield "#" + Table(**fields).markdown()
+    for line in record["printed"].splitlines():
+        if "Please report this line" in line:  # a kernel that the engine has disabled
+            yield f"- {line.strip()}"
     has_results = tests or record["tables"]
     if record["printed"] and (record["status"] != "done" or not has_results):
         yield f"{record['status']}; printed last:"

@@ -41,7 +41,6 @@ NCU = (
     " --kernel-name regex:hidden|model_kernel|weight_grad|route"
 )
 SANITIZER = "compute-sanitizer --tool memcheck --error-exitcode 1"
-UNVERIFIED = "env MOE_CORE_VERIFY=0"  # what a pass computes here is not a result
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def other_tests() -> list[Section]:
 SECTIONS = (
     Section("operations", "Every operation against torch", 60, " ".join(OPERATIONS), tiny=""),
     Section("ceilings", "Ceilings", 20, "ceilings.py", "", "--device cpu --rounds 2"),
-    Section("layer", "Layer, 128 images", 20, "layer.py --peak --no-peers",
+    Section("layer", "Layer, 128 images", 35, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {SHAPES_128}", TINY_SHAPES),
     Section("layer-512", "Layer, 512 images", 25, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {SHAPES_512}", TINY_SHAPES),
@@ -101,8 +100,7 @@ SECTIONS = (
             f"--shapes {SHAPES_128} {HOST_SHAPES}", TINY_SHAPES),
     Section("ncu", "Counters of its kernels", 60, "kernels.py layer --bare",
             "--shapes 18432x512x8", prefix=NCU),
-    Section("compile", "Kernels of the network, compiled", 60, "kernels.py network --compile",
-            "", prefix=UNVERIFIED),
+    Section("compile", "Kernels of the network, compiled", 60, "kernels.py network --compile"),
     Section("network", "Network", 90, "model.py", "--dtypes bfloat16", TINY_NETWORK),
     Section("network-kernels", "Kernels of the network", 75, "kernels.py network",
             "--batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
@@ -114,10 +112,9 @@ SECTIONS = (
     Section("memory", "Memory", 30, "memory.py --dropout 0.1",
             "--measure 4096 8192 16384 32768", "--device cpu --size 32 --measure 4096"),
     Section("tiles", "Tiles of the experts, and F.grouped_mm", 120, "tuning.py experts",
-            f"--rounds 5 --shapes {TILE_SHAPES}", "--device cpu --shapes 70x16x4x2 --rounds 1",
-            prefix=UNVERIFIED),
+            f"--rounds 5 --shapes {TILE_SHAPES}", "--device cpu --shapes 70x16x4x2 --rounds 1"),
     Section("attention", "Window attention", 75, "tuning.py attention", "--rounds 5",
-            "--device cpu --shapes 4x16x1x16 --rounds 1", prefix=UNVERIFIED),
+            "--device cpu --shapes 4x16x1x16 --rounds 1"),
     Section("memcheck", "Invalid reads and writes", 60, "kernels.py layer --bare",
             "--shapes 200x64x4", prefix=SANITIZER),
     Section("graph", "Inference as CUDA graphs", 45, "model.py --graph",
