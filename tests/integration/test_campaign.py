@@ -340,6 +340,16 @@ def test_packages_to_carry_are_listed(main, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_report_names_a_kernel_that_the_engine_disabled():
+    found = record("done", tables=table("Layer"))
+    found["printed"] = "a row\nmoe_core kernels: ... (H100). Please report this line; more\n"
+    lines = list(campaign_report.section_lines(found))
+    assert "- moe_core kernels: ... (H100). Please report this line; more" in lines
+    assert not any("a row" in line for line in lines)
+    found["status"] = "failed, exit code 1"
+    assert any("a row" in line for line in campaign_report.section_lines(found))
+
+
 def layer_entry(tokens: int, model_dim: int, timing: str, ratio: float) -> dict:
     entry = {"shape": [tokens, model_dim, 8], "dtype": "bfloat16", "layer": True}
     entry |= {"pass": "training", "timing": timing, "ratio": [ratio] * 3}
