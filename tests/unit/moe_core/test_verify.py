@@ -29,6 +29,8 @@ ROWS = backend.Checked("combine.triton", torch.bfloat16, None, "cuda", 0)
 def nothing_checked_yet(monkeypatch, tmp_path):
     monkeypatch.setenv("MOE_CORE_VERIFY", "always")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    for form in verify._CASES:
+        backend.load(form)  # before a launcher is replaced, which another form may import
     backend._verdicts.clear()
     backend._languages.cache_clear()
     yield
@@ -311,6 +313,22 @@ def test_another_value_of_the_variable(value, monkeypatch):
         ValueError, match=rf"^MOE_CORE_VERIFY \('{value}'\) must be 0, 1 or always$"
     ):
         make_layer(dtype=torch.float32)(torch.zeros(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "named"),
+    [
+        (torch.tensor([1.0, -0.3, 0.2 + 2e-5]), torch.float32, "^$"),
+        (torch.tensor([1.0, -0.3, 0.2 + 5e-5]), torch.float32, r"off by 5e-05 .* 3\.1e-05 is"),
+        (torch.tensor([1.0, -0.3, 0.25]), torch.bfloat16, "^$"),
+        (torch.tensor([1.0, -0.3, 0.3]), torch.bfloat16, r"is off by 0\.1 .* 0\.063 is allowed"),
+        (torch.tensor([1.0, -0.3, torch.nan]), torch.float16, "is off by nan"),
+        (torch.zeros(2), torch.float32, r"has shape \[2\], not \[3\]"),
+    ],
+)
+def test_what_rounding_explains(value, dtype, named):
+    difference = verify._difference(value, torch.tensor([1.0, -0.3, 0.2]).double(), dtype)
+    assert re.search(named, difference)
 
 
 def test_no_memory_says_nothing_about_a_form(monkeypatch):
