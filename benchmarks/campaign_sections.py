@@ -65,6 +65,7 @@ class Section:
         if self.script.startswith("tests/"):
             options = ["-m", "gpu", "-v", "-rfE", "--tb=short", f"--timeout={TEST_SECONDS}"]
             options += ["-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={junit}"]
+            options += ["--disable-warnings", "--durations=15"]
             if not is_dry_run and importlib.util.find_spec("xdist"):
                 processes = min(TEST_PROCESSES, os.cpu_count() or 1)
                 options += ["-n", f"{processes}"]
@@ -90,11 +91,11 @@ def other_tests() -> list[Section]:
 
 
 SECTIONS = (
-    Section("operations", "Every operation against torch", 60, " ".join(OPERATIONS), tiny=""),
+    Section("operations", "Every operation against torch", 115, " ".join(OPERATIONS), tiny=""),
     Section("ceilings", "Ceilings", 20, "ceilings.py", "", "--device cpu --rounds 2"),
-    Section("layer", "Layer, 128 images", 35, "layer.py --peak --no-peers",
+    Section("layer", "Layer, 128 images", 45, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {SHAPES_128}", TINY_SHAPES),
-    Section("layer-512", "Layer, 512 images", 25, "layer.py --peak --no-peers",
+    Section("layer-512", "Layer, 512 images", 20, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {SHAPES_512}", TINY_SHAPES),
     Section("kernels", "Kernels of a layer", 25, "kernels.py layer",
             f"--shapes {SHAPES_128} {HOST_SHAPES}", TINY_SHAPES),

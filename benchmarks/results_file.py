@@ -2,6 +2,7 @@
 same content."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -99,11 +100,17 @@ def _document(tables: dict[str, dict]) -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(DIRECTORY.parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    """The commit; with changes to its files, "-dirty-" and a hash of them."""
+    git = ["git", "-C", str(DIRECTORY.parent)]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=10"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name = subprocess.run(describe, capture_output=True, check=True).stdout.decode().strip()
+        if name.endswith("-dirty"):
+            changes = subprocess.run([*git, "diff", "HEAD"], capture_output=True, check=True).stdout
+            name += f"-{hashlib.sha256(changes).hexdigest()[:8]}"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return name
 
 
 def _driver() -> str:

@@ -13,6 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import layer
 import peers
+import results_file
 import timing
 
 from swinv2_moe.measure import rounds
@@ -177,6 +178,28 @@ def test_all_choices_are_clear_where_all_experts_are_chosen():
     assert layer.clearly_routed(torch.zeros(3, 2), 2).all()
     assert layer.clearly_routed(torch.tensor([[1.0, 1.0, 0.5]]), 2).all()
     assert not layer.clearly_routed(torch.tensor([[1.0, 0.5, 0.5]]), 2).any()
+
+
+def test_changed_files_have_another_name_than_their_commit(tmp_path, monkeypatch):
+    """Results of two states of the files are not continued as one."""
+
+    def git(*words: str) -> None:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        subprocess.run(command, check=True, capture_output=True)
+
+    git("init")
+    file = tmp_path / "file"
+    file.write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    monkeypatch.setattr(results_file, "DIRECTORY", tmp_path / "results")
+    names = [results_file._commit()]
+    for text in ("two", "three", "two"):
+        file.write_text(text)
+        names.append(results_file._commit())
+    clean, two, three, again = names
+    assert two == again != three
+    assert two.startswith(f"{clean[:10]}-dirty-")
 
 
 def test_on_a_gpu_a_time_is_the_mean_of_many_calls(monkeypatch):
