@@ -180,6 +180,30 @@ def test_all_choices_are_clear_where_all_experts_are_chosen():
     assert not layer.clearly_routed(torch.tensor([[1.0, 0.5, 0.5]]), 2).any()
 
 
+def test_on_a_gpu_tiles_are_compared_by_graphs_and_one_that_fails_is_named(monkeypatch):
+    pytest.importorskip("triton")
+    import tuning
+
+    captured = []
+
+    def capture(work):
+        if work.args == ("too large",):
+            raise RuntimeError("out of shared memory")
+        captured.append(work)
+        return work
+
+    monkeypatch.setattr(tuning, "capture", capture)
+    monkeypatch.setattr(tuning, "timed", lambda calls, *_: {name: [2.0] for name in calls})
+    x = torch.ones(3, requires_grad=True)
+    names = [tuning.IN_USE, "too large", "other"]
+    others = dict.fromkeys(names, lambda: 2 * x)
+    subject = tuning.Subject(lambda: x, [x], torch.ones(3), {}, others)
+    rows, _, left_out = tuning.measure(subject, "3", 1, "cuda")
+    assert [row[1] for row in rows] == [tuning.IN_USE, "other"]
+    assert len(captured) == 4
+    assert left_out == ["3: too large is not measured. RuntimeError: out of shared memory"]
+
+
 def test_changed_files_have_another_name_than_their_commit(tmp_path, monkeypatch):
     """Results of two states of the files are not continued as one."""
 
