@@ -86,12 +86,15 @@ def raises(launch):
 
 
 def ties_to_the_last(launch):
-    """Right but for tokens whose logits of the experts 1 and 3 are equal."""
+    """The experts 1 and 3 change places where a token's logits of them are equal."""
 
     def faulty(x, weight, *arguments):
         results = launch(x, weight, *arguments)
         if weight is not None:
-            results[1][results[1] == 1] = 3
+            logits = (x @ weight.T).unsqueeze(1)
+            ids = results[1]
+            is_tie = (logits[..., 1] == logits[..., 3]) & ((ids == 1) | (ids == 3))
+            ids[is_tie] = 4 - ids[is_tie]
         return results
 
     return faulty
@@ -258,6 +261,15 @@ def test_a_failure_is_found_again_by_each_process(device):
     assert device.verdicts() == ([False], 1)
     device.fault = ""
     assert device.verdicts() == ([True], 1)
+
+
+def test_results_depend_on_device_and_versions(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda ordinal: (9, ordinal))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda ordinal: "NVIDIA H100")
+    name = verify.device_name(ROWS)
+    assert name.startswith("NVIDIA H100, capability 9.0, driver ")
+    assert f"torch {torch.__version__}, triton {triton.__version__}, sources " in name
+    assert verify.device_name(ROWS._replace(ordinal=1)) == name.replace("9.0", "9.1")
 
 
 def test_nothing_is_kept_for_an_unknown_driver(device, tmp_path):
