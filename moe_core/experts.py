@@ -151,7 +151,6 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] | None = None,
         num_gathered: int = 1,
-        packed: bool = True,
     ) -> ComputedWeights:
         """The weights to compute with in `dtype`.
 
@@ -160,7 +159,6 @@ class Experts(nn.Module):
         Args:
             gather: joins a parameter with the same parameter of other ranks.
             num_gathered: the number of these ranks, including this one.
-            packed: whether the weights may be in the memory layout of a kernel.
 
         Returns:
             The parameters, which the op casts. Within `prepared`, copies in `dtype` that are
@@ -169,7 +167,7 @@ class Experts(nn.Module):
         """
         parameters = self.parameters_by_field
         w1 = parameters.w1
-        may_pack = packed and not torch.is_grad_enabled()
+        may_pack = not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
         is_worth_packing = may_pack and num_bytes < _MAX_PACKED
         in_int8 = may_pack and self.config.int8_inference
@@ -247,14 +245,12 @@ class Experts(nn.Module):
         """
         x = x.to(expert_dtype(x))
         config = self.config
-        if weights is None:
-            packed = True
-            if plan is not None and not config.int8_inference:
-                kernel = (config.activation, config.kernels)
-                packed = not fuses_unpacked(x, gates, self.parameters_by_field, plan, *kernel)
-            used = self.weights(x.dtype, packed=packed)
-        else:
+        if weights is not None:
             used = weights()
+        elif self._fuses(x, gates, plan):
+            used = self.parameters_by_field
+        else:
+            used = self.weights(x.dtype)
         dropout = 0.0
         if self.training:
             dropout = config.hidden_dropout
@@ -266,6 +262,14 @@ class Experts(nn.Module):
         if isinstance(used, ExpertWeights) and used.w1 is self.w1:
             casts = self._casts
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
+
+    def _fuses(self, x: Tensor, gates: Tensor | None, plan: DispatchPlan | None) -> bool:
+        """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
+        config = self.config
+        if plan is None or config.int8_inference:
+            return False
+        kernel = (config.activation, config.kernels)
+        return fuses_unpacked(x, gates, self.parameters_by_field, plan, *kernel)
 
 
 class SharedExperts(Experts):

@@ -98,11 +98,13 @@ def _cpp_ffn(request: Request) -> bool:
 
 
 def _cpp_moe_ffn(request: Request) -> bool:
-    return (
-        request.activation in KERNEL_ACTIVATIONS
-        and request.dtype == request.weight_dtype == torch.float32
-        and request.gate_dtype in (None, torch.float32)
-    )
+    if request.activation not in KERNEL_ACTIVATIONS or request.weight_dtype != torch.float32:
+        return False
+    if request.dtype == torch.bfloat16:
+        in_products = library.packed_dtype(request.dtype, request.kernels) == torch.int16
+    else:
+        in_products = request.dtype == torch.float32
+    return in_products and request.gate_dtype in (None, torch.float32)
 
 
 def _cpp_int8(request: Request) -> bool:

@@ -2,12 +2,21 @@
 
 #pragma once
 
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
 
 namespace {
+
+#if defined(__AMX_BF16__)
+const long allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */);
+#endif
 
 std::vector<std::unique_ptr<void, void (*)(void*)>> held;  // until the end
 

@@ -1,4 +1,4 @@
-"""The experts' networks on a CPU in fp32, with dispatch and combine, in one C++ operation."""
+"""The experts' networks on a CPU, with dispatch and combine, in one C++ operation."""
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
@@ -18,7 +18,7 @@ def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
     """out [T, M] and, if it is kept, the hidden layer before the activation, in C++'s order."""
     tokens = inputs.tokens
     call = _Call(inputs)
-    out = empty(tokens.shape, tokens.dtype, tokens.device)
+    out = empty(tokens.shape, torch.float32, tokens.device)
     num_kept = 0
     if inputs.keep_hidden:
         num_kept = inputs.weights.num_kept * call.hidden_rows
@@ -27,6 +27,8 @@ def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
     if inputs.keep_hidden:
         kept = hidden
     call.run("forward", [out, kept])
+    if inputs.gates is None:
+        out = out.to(tokens.dtype)
     return out, hidden
 
 
@@ -49,7 +51,7 @@ def backward(
         if gradient is not None:
             for e in call.unused_experts:
                 gradient[e] = 0
-    call.run("backward", [grad.float().contiguous(), hidden, *gradients])
+    call.run("backward", [grad.to(inputs.tokens.dtype).contiguous(), hidden, *gradients])
     computed: list[Tensor | None] = []
     for tensor, gradient in zip(differentiable, gradients, strict=True):
         if tensor is not None and gradient is not None:
@@ -60,7 +62,7 @@ def backward(
 
 _POINTERS = ("tokens", "gates", *ExpertWeights._fields, "choices", "offsets")
 _SIZES = ("num_tokens", "top_k", "num_experts", "model_dim", "hidden_dim")
-_SETTINGS = ("hidden_rows", "activation", "threads")
+_SETTINGS = ("hidden_rows", "activation", "threads", "in_bf16")
 
 
 class _Problem(ctypes.Structure):  # as MoEProblem in native/moe_ffn.hpp
@@ -93,8 +95,9 @@ class _Call:
         starts = [0] + ends[:-1]
         self.unused_experts = [e for e in range(num_experts) if starts[e] == ends[e]]
         self.kernels = inputs.kernels
-        numbers = (inputs.tokens, inputs.gates, *inputs.weights)  # biases may have any dtype
+        numbers = (inputs.gates, *inputs.weights)  # biases may have any dtype
         tensors = [None if tensor is None else tensor.float() for tensor in numbers]
+        tensors.insert(0, inputs.tokens)
         tensors += [inputs.choices.long(), inputs.offsets.int()]
         # in the order of _POINTERS
         self.tensors = [None if tensor is None else tensor.contiguous() for tensor in tensors]
@@ -108,6 +111,7 @@ class _Call:
             hidden_rows=self.hidden_rows,
             activation=KERNEL_ACTIVATIONS.index(inputs.activation),
             threads=torch.get_num_threads(),
+            in_bf16=inputs.tokens.dtype == torch.bfloat16,
         )
 
     def run(self, direction: str, tensors: list[Tensor | None]) -> None:

@@ -4,7 +4,7 @@
 the activation is multiplied by `rows_e w3[e]^T + b3[e]`.
 
 There are two torch.library ops. `moe_core::expert_ffn` is in C++. `moe_core::moe_ffn`, in Triton
-and for fp32 in C++, dispatches and combines too. For the backward pass both keep the hidden layer
+and in C++, dispatches and combines too. For the backward pass both keep the hidden layer
 before the activation (for gated experts both products) and compute the activation again.
 `moe_ffn` keeps the tokens, but neither the gathered rows nor the experts' outputs. Everything else
 is `reference.feed_forward`.
@@ -173,6 +173,8 @@ def fuses_unpacked(
         return False
     num_experts, hidden_dim, model_dim = weights.w1.shape
     enough = num_experts * min(hidden_dim * model_dim // 1024, 128)  # measured
+    if tokens.dtype == torch.bfloat16:
+        enough *= 4
     # A comparison would fix the number of tokens of an exported program.
     return torch.compiler.is_exporting() or plan.choices.shape[0] >= enough
 
@@ -188,7 +190,7 @@ def _fused(
     activation, dropout, kernels, form = settings
     # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
     # only once, to the dtype of the parameters.
-    if weights.w1.dtype == tokens.dtype:
+    if weights.w1.dtype == tokens.dtype or form == "ffn.fused":
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
         casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))

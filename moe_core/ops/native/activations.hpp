@@ -21,11 +21,9 @@ struct Normal {
     const V one = broadcast(1.0f), a = absolute(z);
     density = exp_of_negative(a * a * broadcast(-0.5f));
     const V t = reciprocal(multiply_add(a, broadcast(0.3f), one));
-    V tail = broadcast(0.0351786502f);
-    for (float c : {-0.155142009f, 0.202815726f, -0.0504435711f, 0.126858339f, 0.100425489f, 0.120672747f,
-                    0.119634531f})
-      tail = multiply_add(tail, t, broadcast(c));
-    tail = tail * t * density;  // beyond a
+    const V shape = polynomial(t, 0.0351786502f, -0.155142009f, 0.202815726f, -0.0504435711f, 0.126858339f, 0.100425489f,
+                               0.120672747f, 0.119634531f);
+    const V tail = shape * t * density;  // beyond a
     below = above(z, 0.0f, one - tail, tail);
   }
 };

@@ -1,5 +1,5 @@
-// The experts' networks from tokens to the weighted sums of their results, in fp32. ../ffn/fused.py calls this and says
-// what is computed.
+// The experts' networks from tokens to the weighted sums of their results. ../ffn/fused.py calls this and says what is
+// computed. P: the type of tokens and products, fp32 or, where an instruction multiplies it, bf16; weights are in fp32.
 //
 // Tokens are gathered while they are packed, 16 of them side by side in a vector. Every product is a weight times these
 // vectors, so its results lie as the next product reads them. Only at the end are they turned, and added to the tokens'
@@ -20,8 +20,10 @@
 
 namespace {
 
-using Rows = Packed<float, kB>;     // 16 tokens side by side
-using Weights = Packed<float, kA>;
+template <class P>
+using Rows = Packed<P, kB>;  // 16 tokens side by side
+template <class P>
+using Weights = Packed<P, kA>;
 
 constexpr long kMostRows = 640;  // of a cell that are worked on at once
 
@@ -102,77 +104,157 @@ inline long units_of(const MoEProblem& p) {
   return std::max(in_sixteens((p.hidden_dim + steps - 1) / steps), 16L);
 }
 
+// Numbers of a part's rows for each hidden unit: in fp32 as Rows, in bf16 one unit after the other.
+template <class P>
+struct Units {
+  static constexpr bool as_rows = std::is_same<P, float>::value;
+  P* data;
+  long rows, count, stride;  // stride: from one block of 16 rows, or in bf16 from one unit, to the next
+
+  Units(P* data, long rows, long count)
+      : data(data), rows(rows), count(count), stride(in_sixteens(as_rows ? count : rows) * (as_rows ? 16 : 1)) {}
+  P* at(long unit, long row) const { return data + (as_rows ? row / 16 * stride + unit * 16 : unit * stride + row); }
+};
+
+// Rows of tokens, or of the gradients of their results.
+template <class P>
+struct Gathered {
+  const P** rows;
+  int32_t* over_rows;  // in bf16: the operand of a product over the rows
+};
+
 // The memory of a thread. Its blocks of n rows are those of Rows: [n / 16, ..., 16].
+template <class P>
 struct MoESpace {
-  int32_t *x, *w, *h, *dz, *du;
+  int32_t *x, *w, *packed;
+  P *h, *dz, *du;
   float *z, *so_far, *sums, *columns, *gates, *grad_gates;
-  const float **rows, **grads;  // of the tokens, and of the gradient of their results
-  float** to;                   // where the results are added
+  Gathered<P> tokens, grads;
+  float** to;  // where the results are added
 
   MoESpace(Arena& arena, const MoEProblem& p, bool backward) {
-    const long M = p.model_dim, units = units_of(p), n = kMostRows, h_words = Rows::words(n, units);
-    x = arena.take<int32_t>(Rows::words(n, M));
-    w = arena.take<int32_t>(std::max(Weights::words(units, M), Weights::words(M, units)));
-    h = arena.take<int32_t>(h_words);
-    dz = arena.take<int32_t>(backward ? h_words : 0);
-    du = arena.take<int32_t>(backward && p.w3 ? h_words : 0);
-    z = arena.take<float>(p.w3 ? h_words : 0);
+    const long M = p.model_dim, units = units_of(p), n = kMostRows;
+    const bool in_bf16 = std::is_same<P, bf16>::value;
+    const long h_size = Rows<P>::words(n, units) * Shape<P>::numbers, over_rows = Rows<P>::words(M, n);
+    x = arena.take<int32_t>(Rows<P>::words(n, M));
+    w = arena.take<int32_t>(std::max(Weights<P>::words(units, M), Weights<P>::words(M, units)));
+    packed = arena.take<int32_t>(in_bf16 ? std::max(Rows<P>::words(n, units), Weights<P>::words(units, n)) : 0);
+    h = arena.take<P>(h_size);
+    dz = arena.take<P>(backward ? h_size : 0);
+    du = arena.take<P>(backward && p.w3 ? h_size : 0);
+    z = arena.take<float>(p.w3 ? n * in_sixteens(units) : 0);
     so_far = arena.take<float>(n * units);
     sums = arena.take<float>(M * sums_stride());
-    columns = arena.take<float>(backward ? n * 16 * kTileColumns : 0);
+    columns = arena.take<float>(backward && !in_bf16 ? n * 16 * kTileColumns : 0);
     gates = arena.take<float>(n), grad_gates = arena.take<float>(n);
-    rows = arena.take<const float*>(n), grads = arena.take<const float*>(n), to = arena.take<float*>(n);
+    for (Gathered<P>* gathered : {&tokens, &grads}) {
+      gathered->rows = arena.take<const P*>(n);
+      gathered->over_rows = arena.take<int32_t>(backward && in_bf16 ? over_rows : 0);
+    }
+    to = arena.take<float*>(n);
   }
   static constexpr long sums_stride() { return kMostRows + 16; }  // no power of two
 };
 
 // run(cell, space) for every cell, in their order, on all threads.
-template <class Run>
+template <class P, class Run>
 void for_each_cell(const MoEProblem& p, const Cells& cells, char* memory, bool backward, Run run) {
   std::atomic<size_t> next(0);
 #pragma omp parallel num_threads(p.threads)
   {
     Arena counted{nullptr};
-    MoESpace(counted, p, backward);
+    MoESpace<P>(counted, p, backward);
     Arena own{memory + counted.used * omp_get_thread_num()};
-    const MoESpace space(own, p, backward);
-    const Mode<float> mode;
+    const MoESpace<P> space(own, p, backward);
+    const Mode<P> mode;
     for (size_t c; (c = next++) < cells.all.size();) run(cells.all[c], space);
   }
 }
 
 // 2. Products
 
+// The 16 rows from `row`, for the caches: tokens lie anywhere.
+template <class T>
+INLINE void fetch_rows(T* const* rows, long row, long n, long M) {
+  constexpr long line = 64 / sizeof(T);
+  for (long i = row; i < std::min(row + 16, n); i++)
+    for (long m = 0; m < M; m += line) __builtin_prefetch(rows[i] + m, 1);
+}
+
 // The rows [n, M], side by side.
-inline Rows pack_rows(int32_t* to, const float* const* rows, long n, long M) {
-  const Rows packed(to, n, M);
+template <class P>
+Rows<P> pack_rows(int32_t* to, const P* const* rows, long n, long M) {
+  const Rows<P> packed(to, n, M);
   for (long p = 0; p < packed.panels; p++) {
     const long count = std::min(n - 16 * p, 16L);
-    for (long k = 0; k < M; k += 16) {
+    fetch_rows(rows, 16 * (p + 1), n, M);
+    for (long k = 0; k < M; k += Shape<P>::depth) {
       Words v[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) v[i] = i < count ? along(rows[16 * p + i] + k, M - k, float()) : Words{};
+      for (int i = 0; i < 16; i++) v[i] = i < count ? along(rows[16 * p + i] + k, M - k, P()) : Words{};
       transpose(v);
-      int32_t* block = to + (p * packed.stride + k / 16) * 256;
+      int32_t* block = to + (p * packed.stride + k / Shape<P>::depth) * 256;
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) store_words(block + 16 * i, v[i]);
     }
   }
   return packed;
 }
+// Number m of 16 rows.
+inline V number(const Rows<float>& rows, long m, long row) {
+  return load(reinterpret_cast<const float*>(rows.data) + row / 16 * rows.stride * 256 + m * 16);
+}
+inline V number(const Rows<bf16>& rows, long m, long row) {
+  Words words;
+  std::memcpy(&words, rows.data + row / 16 * rows.stride * 256 + m / 2 * 16, sizeof words);
+  V v;
+  EACH_PIECE v.p[i] = (Lanes)(m % 2 ? words.p[i] & 0xffff0000u : words.p[i] << 16);
+  return v;
+}
+
+// The rows [n, M] as B of a product over n.
+inline void pack_over_rows(const Gathered<float>&, long, long) {}
+inline void pack_over_rows(const Gathered<bf16>& gathered, long n, long M) {
+  const Rows<bf16> packed(gathered.over_rows, M, n);
+  const auto pack = [&](int32_t* to, const bf16* const* rows, long m, long left, long count) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++, rows += 2, left -= 2) {
+      const bf16* row = left > 0 ? rows[0] + m : nullptr;
+      const long stride = left > 1 ? rows[1] - rows[0] : 0;
+      store_words(to + 16 * i, across(row, stride, left, count, bf16()));
+    }
+  };
+  for (long k = 0; k < packed.blocks; k++) {
+    for (long p = 0; p < packed.panels; p++) {
+      int32_t* to = gathered.over_rows + (p * packed.stride + k) * 256;
+      if (n - 32 * k >= 32 && M - 16 * p >= 16)
+        pack(to, gathered.rows + 32 * k, 16 * p, 32, 16);
+      else
+        pack(to, gathered.rows + 32 * k, 16 * p, n - 32 * k, std::min(M - 16 * p, 16L));
+    }
+  }
+}
+
+// Hidden units as rows of the next product.
+inline Rows<float> as_rows(const MoESpace<float>&, const Units<float>& h) {
+  return {reinterpret_cast<int32_t*>(h.data), h.rows, h.count};
+}
+inline Rows<bf16> as_rows(const MoESpace<bf16>& space, const Units<bf16>& h) {
+  return Rows<bf16>(space.packed, h.rows, h.count).pack<kAcrossK>(h.data, h.stride);
+}
 
 // `units` hidden units of a weight [H, M] times rows: use(unit, row, v) takes 16 rows.
-template <class Use>
-void over_model(const MoESpace& space, const float* w, long units, const Rows& rows, Ahead ahead, Use use) {
-  const auto nothing = [](long, long) {};
-  const auto packed = Weights(space.w, units, rows.depth).pack<kAlongK>(w, rows.depth);
-  long_product(packed, rows, ahead, space.so_far, nothing, [&](long i, long j, long, V v) { use(i, j, v); });
+template <class P, class Soon, class Use>
+void over_model(const MoESpace<P>& space, const float* w, long units, const Rows<P>& rows, Ahead ahead, Soon soon, Use use) {
+  const auto packed = Weights<P>(space.w, units, rows.depth).template pack<kAlongK>(w, rows.depth);
+  long_product(packed, rows, ahead, space.so_far, soon, [&](long i, long j, long, V v) { use(i, j, v); });
 }
 
 // The sums over hidden units of a weight [units, M] times h, [M, n]; or what is there and these.
-inline void over_units(const MoESpace& space, const float* w, const Rows& h, long M, Ahead ahead, bool add) {
-  const auto packed = Weights(space.w, M, h.depth).pack<kAcrossK>(w, M);
-  product_into(packed, h, ahead, space.sums, space.sums_stride(), add, false);
+template <class P>
+void over_units(const MoESpace<P>& space, const float* w, const Units<P>& h, long M, Ahead ahead, bool add) {
+  const auto packed = Weights<P>(space.w, M, h.count).template pack<kAcrossK>(w, M);
+  product_into(packed, as_rows(space, h), ahead, space.sums, space.sums_stride(), add, false);
 }
 
 // The part of a weight that is read after the hidden units before `unit` of expert e: of the next expert after the last.
@@ -180,11 +262,6 @@ inline Ahead next_weight(const MoEProblem& p, const float* w, long e, long unit,
   if (unit >= p.hidden_dim) e++, unit = 0;
   if (e == p.num_experts) e = 0;
   return Ahead(w + (e * p.hidden_dim + unit) * p.model_dim, std::min(units, p.hidden_dim - unit) * p.model_dim);
-}
-
-// Where the block of 16 rows that begins at `row` has a unit.
-inline float* at(const Rows& h, long unit, long row) {
-  return reinterpret_cast<float*>(h.data) + row / 16 * h.stride * 256 + unit * 16;
 }
 
 // A tile of a weight's gradient: to [units, columns] = the sum over n rows of d [units] times b, and what is there. d is as
@@ -227,25 +304,32 @@ struct GradientTiles<std::integer_sequence<int, units...>> {
 };
 
 // The gradient of `units` hidden units of a weight: to [units, M] (+)= d [n, units] ^T times b [n, M].
-inline void weight_gradient(const MoESpace& space, const Rows& d, const float* const* b, long n, long M, float* to,
-                            bool add) {
+inline void weight_gradient(const MoESpace<float>& space, const Units<float>& d, const Gathered<float>& b, long n, long M,
+                            float* to, bool add) {
   constexpr long wide = 16 * kTileColumns;
   const auto tile = GradientTiles<std::make_integer_sequence<int, kTileRows>>::of_units;
-  const long units = d.depth, tiles = (units + kTileRows - 1) / kTileRows;
+  const long units = d.count, tiles = (units + kTileRows - 1) / kTileRows;
   for (long m = 0; m < M; m += wide) {
     for (long i = 0; i < n; i++)
       for (long j = 0; j < wide; j += 16)
-        if (m + j < M) store(space.columns + i * wide + j, load(b[i] + m + j, std::min(M - m - j, 16L)));
+        if (m + j < M) store(space.columns + i * wide + j, load(b.rows[i] + m + j, std::min(M - m - j, 16L)));
     for (long t = 0; t < tiles; t++) {
       const long unit = t * units / tiles, end = (t + 1) * units / tiles;
-      tile[end - unit](at(d, unit, 0), d.stride * 256, space.columns, n, to + unit * M + m, M, M - m, add);
+      tile[end - unit](d.at(unit, 0), d.stride, space.columns, n, to + unit * M + m, M, M - m, add);
     }
   }
 }
+inline void weight_gradient(const MoESpace<bf16>& space, const Units<bf16>& d, const Gathered<bf16>& b, long n, long M,
+                            float* to, bool add) {
+  const auto a = Weights<bf16>(space.packed, d.count, n).pack<kAlongK>(d.data, d.stride);
+  product_into(a, Rows<bf16>(b.over_rows, M, n), Ahead(), to, M, add, true);
+}
 
 // The rows space.to [n, M] += scales times (space.sums [M, n] turned, and the bias); both may be null.
-inline void add_to_tokens(const MoESpace& space, const float* scales, const float* bias, long n, long M) {
+template <class P>
+void add_to_tokens(const MoESpace<P>& space, const float* scales, const float* bias, long n, long M) {
   for (long row = 0; row < n; row += 16) {
+    fetch_rows(space.to, row + 16, n, M);
     for (long m = 0; m < M; m += 16) {
       const auto add = [&](long count, long rows) {
         Words v[16];
@@ -278,8 +362,8 @@ struct Part {
 };
 
 // run(part) for the parts of a cell, of nearly equal sizes; their gates are in the space.
-template <class Run>
-void for_each_part(const MoEProblem& p, const Cells& cells, const Cell& cell, const MoESpace& space, Run run) {
+template <class P, class Run>
+void for_each_part(const MoEProblem& p, const Cells& cells, const Cell& cell, const MoESpace<P>& space, Run run) {
   const long rows = cell.end - cell.start, parts = (rows + kMostRows - 1) / kMostRows;
   const long step = parts ? in_sixteens((rows + parts - 1) / parts) : 1;
   for (long from = cell.start; from < cell.end; from += step) {
@@ -304,32 +388,37 @@ void point_to(T** rows, T* tokens, const Part& part, const MoEProblem& p) {
   for (long i = 0; i < part.n; i++) rows[i] = tokens + static_cast<uint32_t>(part.choices[i]) / K * p.model_dim;
 }
 
-template <class Act>
-void forward(const MoEProblem& p, const Cells& cells, char* memory, float* out, float* hidden) {
+template <class Act, class P>
+void forward(const MoEProblem& p, const Cells& cells, char* memory, float* out, P* hidden) {
   const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
-  float* hidden_u = hidden ? hidden + p.hidden_rows * H : nullptr;
+  P* hidden_u = hidden ? hidden + p.hidden_rows * H : nullptr;
   Turns of_range(cells.all.size() / p.num_experts);
-  for_each_cell(p, cells, memory, false, [&](const Cell& cell, const MoESpace& space) {
+  for_each_cell<P>(p, cells, memory, false, [&](const Cell& cell, const MoESpace<P>& space) {
     const long e = cell.expert;
     clear(out, p, cells, cell);
     for_each_part(p, cells, cell, space, [&](const Part& part) {
-      point_to(space.rows, p.tokens, part, p);
-      const auto x = pack_rows(space.x, space.rows, part.n, M);
+      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
+      const auto x = pack_rows<P>(space.x, space.tokens.rows, part.n, M);
       for (long unit = 0; unit < H; unit += step) {
         const long units = std::min(step, H - unit), weight = (e * H + unit) * M, bias = e * H + unit;
-        const Rows h(space.h, part.n, units), z(reinterpret_cast<int32_t*>(space.z), part.n, units);
-        const auto kept = [&](float* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
+        const Units<P> h(space.h, part.n, units);
+        const Units<float> z(space.z, part.n, units);
+        const auto kept = [&](P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
         const Ahead w2(p.w2 + weight, units * M);
         const Ahead w3 = p.w3 ? Ahead(p.w3 + weight, units * M) : Ahead();
-        over_model(space, p.w1 + weight, units, x, p.w3 ? w3 : w2, [&](long i, long row, V v) {
+        const auto nothing = [](long, long) {};
+        over_model(space, p.w1 + weight, units, x, p.w3 ? w3 : w2, nothing, [&](long i, long row, V v) {
           if (p.b1) v = v + broadcast(p.b1[bias + i]);
           if (hidden) store(kept(hidden, i, row), v);
-          store(at(p.w3 ? z : h, i, row), p.w3 ? v : Act::of(v).value);
+          if (p.w3)
+            store(z.at(i, row), v);
+          else
+            store(h.at(i, row), Act::of(v).value);
         });
-        if (p.w3) over_model(space, p.w3 + weight, units, x, w2, [&](long i, long row, V v) {
+        if (p.w3) over_model(space, p.w3 + weight, units, x, w2, nothing, [&](long i, long row, V v) {
           if (p.b3) v = v + broadcast(p.b3[bias + i]);
           if (hidden) store(kept(hidden_u, i, row), v);
-          store(at(h, i, row), Gated<Act>::of(load(at(z, i, row)), v).value);
+          store(h.at(i, row), Gated<Act>::of(load(z.at(i, row)), v).value);
         });
         over_units(space, p.w2 + weight, h, M, next_weight(p, p.w1, e, unit + step, step), unit > 0);
       }
@@ -347,71 +436,78 @@ struct MoEGradients {
 };
 
 // to [units] (+)= the sums of d over n rows
-inline void bias_gradient(const Rows& d, long n, float* to, bool add) {
-  for (long unit = 0; unit < d.depth; unit++) {
+template <class P>
+void bias_gradient(const Units<P>& d, long n, float* to, bool add) {
+  for (long unit = 0; unit < d.count; unit++) {
     V sum = broadcast(0.0f);
-    for (long row = 0; row < n; row += 16) sum = sum + load(at(d, unit, row));
+    for (long row = 0; row < n; row += 16) sum = sum + load(d.at(unit, row));
     to[unit] = sum_of(sum) + (add ? to[unit] : 0.0f);
   }
 }
 
-template <class Act>
-void backward(const MoEProblem& p, const Cells& cells, char* memory, const float* grad, const float* hidden,
+template <class Act, class P>
+void backward(const MoEProblem& p, const Cells& cells, char* memory, const P* grad, const P* hidden,
               const MoEGradients& to) {
   const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
-  const float* hidden_u = hidden + p.hidden_rows * H;
+  const P* hidden_u = hidden + p.hidden_rows * H;
   Turns of_range(cells.all.size() / p.num_experts), of_expert(p.num_experts);
-  for_each_cell(p, cells, memory, true, [&](const Cell& cell, const MoESpace& space) {
+  for_each_cell<P>(p, cells, memory, true, [&](const Cell& cell, const MoESpace<P>& space) {
     const long e = cell.expert;
     clear(to.tokens, p, cells, cell);
     of_expert.wait(e, cell.range);
     bool add = !cell.first;
     for_each_part(p, cells, cell, space, [&](const Part& part) {
       const long n = part.n;
-      point_to(space.grads, grad, part, p);
-      point_to(space.rows, p.tokens, part, p);
-      const auto dy = pack_rows(space.x, space.grads, n, M);
+      point_to(space.grads.rows, grad, part, p);
+      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
+      const auto dy = pack_rows<P>(space.x, space.grads.rows, n, M);
+      if (to.w2) pack_over_rows(space.grads, n, M);
+      if (to.w1 || to.w3) pack_over_rows(space.tokens, n, M);
       float* by_gate = space.grad_gates;
       for (long row = 0; row < n; row += 16) {  // of the bias
         V sum = broadcast(0.0f);
         if (p.b2)
-          for (long m = 0; m < M; m++) sum = multiply_add(load(at(dy, m, row)), broadcast(p.b2[e * M + m]), sum);
+          for (long m = 0; m < M; m++) sum = multiply_add(number(dy, m, row), broadcast(p.b2[e * M + m]), sum);
         store(by_gate + row, sum);
       }
       if (to.b2) {
         for (long m = 0; m < M; m += 16) {
           const long count = std::min(M - m, 16L);
           V sum = add ? load(to.b2 + e * M + m, count) : broadcast(0.0f);
-          for (long i = 0; i < n; i++) sum = multiply_add(load(space.grads[i] + m, count), broadcast(space.gates[i]), sum);
+          for (long i = 0; i < n; i++) sum = multiply_add(load(space.grads.rows[i] + m, count), broadcast(space.gates[i]), sum);
           store(to.b2 + e * M + m, sum, count);
         }
       }
       for (long unit = 0; unit < H; unit += step) {
         const long units = std::min(step, H - unit), weight = (e * H + unit) * M, bias = e * H + unit;
-        const Rows h(space.h, n, units), dz(space.dz, n, units), du(space.du, n, units);
-        const auto kept = [&](const float* all, long i, long row) {
-          return load(all + (part.place + row) * H + (unit + i) * 16);
+        const Units<P> h(space.h, n, units), dz(space.dz, n, units), du(space.du, n, units);
+        const auto kept = [&](const P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
+        const auto soon = [&](long i, long row) __attribute__((always_inline)) {  // of the next tile's rows
+          for (long next = row + 32; next < row + 64; next += 16) {
+            __builtin_prefetch(kept(hidden, i, next));
+            if (p.w3) __builtin_prefetch(kept(hidden_u, i, next));
+          }
         };
         const Ahead w1(p.w1 + weight, to.tokens ? units * M : 0);
-        over_model(space, p.w2 + weight, units, dy, w1, [&](long i, long row, V v) {
-          const V gate = load(space.gates + row), dh = v * gate, z = kept(hidden, i, row);
+        over_model(space, p.w2 + weight, units, dy, w1, soon, [&](long i, long row, V v) {
+          const V gate = load(space.gates + row), dh = v * gate, z = load(kept(hidden, i, row));
           V value;
           if (p.w3) {
-            const GatedValue g = Gated<Act>::of(z, kept(hidden_u, i, row));
+            const GatedValue g = Gated<Act>::of(z, load(kept(hidden_u, i, row)));
             value = g.value;
-            store(at(dz, i, row), dh * g.by_z);
-            store(at(du, i, row), dh * g.by_u);
+            store(dz.at(i, row), dh * g.by_z);
+            store(du.at(i, row), dh * g.by_u);
           } else {
             const Activated a = Act::of(z);
             value = a.value;
-            store(at(dz, i, row), dh * a.slope);
+            store(dz.at(i, row), dh * a.slope);
           }
           store(by_gate + row, multiply_add(v, value, load(by_gate + row)));
-          store(at(h, i, row), value * gate);
+          store(h.at(i, row), value * gate);
         });
         if (to.w2) weight_gradient(space, h, space.grads, n, M, to.w2 + weight, add);
-        const auto through = [&](const Rows& d, const float* w, float* to_w, float* to_b, Ahead ahead, bool add_rows) {
-          if (to_w) weight_gradient(space, d, space.rows, n, M, to_w + weight, add);
+        const auto through = [&](const Units<P>& d, const float* w, float* to_w, float* to_b, Ahead ahead, bool add_rows) {
+          if (to_w) weight_gradient(space, d, space.tokens, n, M, to_w + weight, add);
           if (to_b) bias_gradient(d, n, to_b + bias, add);
           if (to.tokens) over_units(space, w + weight, d, M, ahead, add_rows);
         };
@@ -435,32 +531,47 @@ void backward(const MoEProblem& p, const Cells& cells, char* memory, const float
   });
 }
 
-}  // namespace
-
 // 4. What Python calls
+
+// run(number) with a number of the type of tokens and products.
+template <class Run>
+auto typed(const MoEProblem& p, Run run) {
+  if constexpr (kPairs)
+    if (p.in_bf16) return run(bf16());
+  return run(float());
+}
+
+}  // namespace
 
 extern "C" {
 
 long moe_space(const MoEProblem* p, long backward) {
   Arena arena{nullptr};
-  MoESpace(arena, *p, backward);
+  typed(*p, [&](auto number) { MoESpace<decltype(number)>(arena, *p, backward); });
   return arena.used * p->threads;
 }
 
-long moe_forward(const MoEProblem* p, char* memory, float* out, float* hidden) {
+long moe_forward(const MoEProblem* p, char* memory, float* out, void* hidden) {
   const Cells cells(*p);
   if (!cells.valid) return 1;
-  activated(p->activation, [&](auto act) { forward<decltype(act)>(*p, cells, memory, out, hidden); });
+  typed(*p, [&](auto number) {
+    auto* kept = static_cast<decltype(number)*>(hidden);
+    activated(p->activation, [&](auto act) { forward<decltype(act)>(*p, cells, memory, out, kept); });
+  });
   return 0;
 }
 
-long moe_backward(const MoEProblem* p, char* memory, const float* grad, const float* hidden, float* grad_tokens,
+long moe_backward(const MoEProblem* p, char* memory, const void* grad, const void* hidden, float* grad_tokens,
                   float* grad_gates, float* grad_w1, float* grad_b1, float* grad_w2, float* grad_b2, float* grad_w3,
                   float* grad_b3) {
   const Cells cells(*p);
   if (!cells.valid) return 1;
   const MoEGradients to = {grad_tokens, grad_gates, grad_w1, grad_b1, grad_w2, grad_b2, grad_w3, grad_b3};
-  activated(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, grad, hidden, to); });
+  typed(*p, [&](auto number) {
+    using P = decltype(number);
+    const auto *dy = static_cast<const P*>(grad), *kept = static_cast<const P*>(hidden);
+    activated(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, dy, kept, to); });
+  });
   return 0;
 }
 }

@@ -65,6 +65,10 @@ INLINE Words along(const S* p, long count, float) {
 }
 INLINE Words along(const float* p, long count, bf16) { return narrowed(load(p, count), load(p + 16, count - 16)); }
 INLINE Words along(const bf16* p, long count, bf16) {
+#if defined(__AVX512BW__)
+  const __mmask32 there = count >= 32 ? ~0u : (1u << std::max(count, 0L)) - 1;
+  return {(WordLanes)_mm512_maskz_loadu_epi16(there, p)};
+#endif
   Words words = {};
   if (count >= 32) std::memcpy(&words, p, sizeof words);
   else if (count > 0) std::memcpy(&words, p, count * sizeof(bf16));

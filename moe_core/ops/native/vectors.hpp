@@ -53,7 +53,7 @@ struct Ints {
 
 INLINE V broadcast(float x) {
   V v;
-  EACH_PIECE v.p[i] = Lanes{} + x;
+  EACH_PIECE v.p[i] = x - Lanes{};  // not x + 0, which is not -0 for -0
   return v;
 }
 INLINE V operator+(V a, V b) {
@@ -76,6 +76,13 @@ INLINE V operator/(V a, V b) {
 INLINE V multiply_add(V a, V b, V c) {
   EACH_PIECE c.p[i] = a.p[i] * b.p[i] + c.p[i];
   return c;
+}
+// The polynomial of these coefficients in x, that of the highest power first.
+template <class... Coefficients>
+INLINE V polynomial(V x, float first, Coefficients... others) {
+  V sum = broadcast(first);
+  ((sum = multiply_add(sum, x, broadcast(others))), ...);
+  return sum;
 }
 // For each number: z > limit ? yes : no. A z that is not a number takes `no`.
 INLINE V above(V z, float limit, V yes, V no) {
@@ -134,8 +141,7 @@ INLINE V exp_of_negative(V x) {
   const V n = scaled - shift;
   V r = multiply_add(n, broadcast(-0.693359375f), x);
   r = multiply_add(n, broadcast(2.12194440e-4f), r);
-  V y = broadcast(1.0f / 720);
-  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = multiply_add(y, r, broadcast(c));
+  V y = polynomial(r, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f);
   // 2^n: the low bits of `scaled` are n
   EACH_PIECE y.p[i] *= (Lanes)(((WordLanes)scaled.p[i] + 127) << 23);
   EACH_PIECE y.p[i] = x.p[i] < -87.0f ? Lanes{} : y.p[i];
@@ -200,7 +206,7 @@ INLINE void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, (__m512i)v.p[0]);
 INLINE void store(int32_t* p, Ints v, long count) { _mm512_mask_storeu_epi32(p, first(count), (__m512i)v.p[0]); }
 INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v.p[0]); }
 INLINE void store(float* p, V v, long count) { _mm512_mask_storeu_ps(p, first(count), v.p[0]); }
-INLINE void store(bf16* p, V v, long count) {
+INLINE void store(bf16* p, V v, long count = 16) {
 #if defined(__AVX512BF16__)
   const __m256i bits = (__m256i)_mm512_cvtneps_pbh(v.p[0]);
 #else

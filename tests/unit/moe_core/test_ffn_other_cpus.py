@@ -4,7 +4,7 @@ emulated in C++, and with the address sanitizer."""
 import numpy as np
 import pytest
 import torch
-from ffn_cases import assert_close, plain_experts, random_moe_case
+from ffn_cases import plain_experts, random_moe_case
 from kernel_programs import KernelProgram, raw, run_program
 
 from moe_core.ops import ExpertWeights
@@ -98,9 +98,9 @@ def run_cases(command: list[str], count: int) -> None:
         run_case(command, generator, dtypes, packed, gated=number % 2 == 1)
 
 
-def run_moe_case(command: list[str], seed: int, most_tokens: int) -> None:
+def run_moe_case(command: list[str], seed: int, most_tokens: int, dtype: torch.dtype) -> None:
     """A random problem from tokens to tokens, forward and backward, against plain torch in fp64."""
-    case = random_moe_case(seed, most_tokens)
+    case = random_moe_case(seed, most_tokens).in_dtype(dtype)
     (num_tokens, top_k), ends = case.plan.slots.shape, case.plan.offsets
     num_experts, hidden_dim, model_dim = case.weights.w1.shape
     spare = seed % 3  # rows that belong to no expert
@@ -110,6 +110,7 @@ def run_moe_case(command: list[str], seed: int, most_tokens: int) -> None:
     header += [KERNEL_ACTIVATIONS.index(case.activation), 1 + seed % 4, len(choices)]
     weights = case.weights
     header += [tensor is not None for tensor in (case.gates, weights.b1, weights.w3)]
+    header.append(dtype == torch.bfloat16)
     problem = np.array(header, np.int64).tobytes()
     problem += b"".join(map(raw, (*case.tensors(), choices, ends, case.grad)))
     output = np.frombuffer(run_program(command, problem), np.float32)
@@ -119,7 +120,13 @@ def run_moe_case(command: list[str], seed: int, most_tokens: int) -> None:
         found.append(numbers.view(tensor.shape))
         start += tensor.numel()
     assert start == len(output)
-    assert_close(found, expected, torch.float32)
+    case.assert_close(found, expected)
+
+
+def dtype_of(instructions: str, seed: int) -> torch.dtype:
+    """Every second problem is in bf16, where an instruction set has products of it."""
+    has_bf16 = instructions in ("amx", "avx512_bf16", "neon_bf16")
+    return torch.bfloat16 if has_bf16 and seed % 2 else torch.float32
 
 
 @pytest.mark.slow
@@ -128,12 +135,15 @@ def test_arm(name, tmp_path):
     run_cases(PROGRAM.on_arm(tmp_path, name), 60)
     fused = FUSED.on_arm(tmp_path, name)
     for seed in range(60):
-        run_moe_case(fused, seed, most_tokens=130)
+        run_moe_case(fused, seed, 130, dtype_of(name, seed))
 
 
 @pytest.mark.slow
 def test_amx_with_emulated_tiles(tmp_path):
     run_cases(PROGRAM.with_emulated_tiles(tmp_path), 60)
+    fused = FUSED.with_emulated_tiles(tmp_path)
+    for seed in range(60):
+        run_moe_case(fused, seed, 130, torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -150,4 +160,4 @@ def test_random_shapes_under_the_sanitizers(name, tmp_path):
 def test_random_shapes_from_tokens_to_tokens_under_the_sanitizers(name, tmp_path):
     command = FUSED.with_sanitizers(tmp_path, name)
     for seed in range(2000):
-        run_moe_case(command, seed, most_tokens=1500)
+        run_moe_case(command, seed, 1500, dtype_of(name, seed))
