@@ -286,7 +286,9 @@ class Processes:
     def signal(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in range(len(self.processes)) if ranks is None else ranks:
             if self.processes[rank].exitcode is None:
-                os.kill(self.processes[rank].pid, number)
+                # It may end in between, and the fork server reaps it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.processes[rank].pid, number)
 
     def wait(self, seconds: float = DEADLINE) -> list[Outcome]:
         """How the ranks ended; those that did not in so many seconds are killed."""

@@ -6,6 +6,7 @@ keeps the address that its first round agreed on: one that joins later waits for
 that becomes the first fails an assertion.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -87,7 +88,8 @@ def kill_node(agent: subprocess.Popen) -> None:
     workers = children.read_text().split() if children.exists() else []
     for pid in (agent.pid, *map(int, workers)):
         if agent.poll() is None or pid != agent.pid:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a worker whose agent has just ended
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
