@@ -70,6 +70,8 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
         def launch(*arguments, num_warps=4, num_stages=3, **named):
             named |= dict(zip(function.arg_names, arguments, strict=False))
             options = {"num_warps": num_warps, "num_stages": num_stages}
+            if "maxnreg" in named:
+                options["maxnreg"] = named.pop("maxnreg")
             compiled[function.fn.__name__] = _compile(target, function, named, options)
 
         return launch

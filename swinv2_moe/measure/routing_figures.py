@@ -52,7 +52,7 @@ def classes_figure(
         information = f"{bits['class']:.3f} bits ({bits['class_by_chance']:.3f} by chance)"
         axes.set_title(f"{block_place(layer)}\n{information}", fontsize=9)
     bar = figure.colorbar(
-        image, ax=panels[0], aspect=30, extend="both", label="P(expert | class) / P(expert)"
+        image, ax=panels[0], aspect=30, extend="both", label="P(expert | class)\n/ P(expert)"
     )
     bar.set_ticks(range(-2, 3), labels=["1/4", "1/2", "1", "2", "4"])
     return figure
