@@ -93,7 +93,7 @@ class MoELayer(HasExperts):
         self.router: nn.Module = router
         self._untried_experts = is_foreign and self.group.size > 1
         # the dtypes of calls for which the ranks have agreed on kernels
-        self._agreed: set[tuple[torch.dtype, torch.dtype]] = set()
+        self._agreed: set[tuple[str, torch.dtype, torch.dtype]] = set()
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self.shared: SharedExperts | None = None
         if config.num_shared_experts:
@@ -303,10 +303,10 @@ class MoELayer(HasExperts):
         if self._untried_experts:
             try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
             self._untried_experts = False
-        dtypes = (x.dtype, expert_dtype(x))
-        if dtypes not in self._agreed:
+        kind = (x.device.type, x.dtype, expert_dtype(x))
+        if kind not in self._agreed:
             agree(self.config, x, self.group.ranks)
-            self._agreed.add(dtypes)
+            self._agreed.add(kind)
 
     def _exchange_of(
         self, strategy: ParallelStrategy | str, capacity_factor: float | Tensor = 1.0

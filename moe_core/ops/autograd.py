@@ -74,19 +74,20 @@ def register_autograd(name: str, backward: Callable, save: Callable) -> Callable
     op = getattr(getattr(torch.ops, namespace), short_name)
     torch.library.register_autograd(name, backward, setup_context=save)
 
-    class Gradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            output = op(*inputs)
-            save(ctx, inputs, output)
-            return output
+    def forward(ctx, *inputs):
+        output = op(*inputs)
+        save(ctx, inputs, output)
+        return output
 
-    Gradient.backward = staticmethod(backward)  # type: ignore[method-assign]
+    # The name of the op is that of the node in profiles.
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    gradient = type(short_name, (torch.autograd.Function,), methods)
 
     def call(*inputs):
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if is_traced or not torch.is_grad_enabled():
             return op(*inputs)
-        return Gradient.apply(*inputs)
+        return gradient.apply(*inputs)  # type: ignore[attr-defined]
 
     return call
 

@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_core.context import in_transform
+from moe_core.context import in_backward, in_transform
 from moe_core.files import atomic_write, open_regular, sha256
 from moe_core.ops.backend import Checked, is_interpreted, verify_mode
 from moe_core.ops.combine.op import combine, dispatch
@@ -38,6 +38,8 @@ from moe_core.registry import GATED_ACTIVATIONS, LOSSES
 
 _MAX_BYTES = 1 << 16  # of the file of kept results
 _MAX_DEVICES = 32  # of which results are kept
+# A product that the Triton form leaves to torch, which the user may have told to use TF32.
+_BY_TORCH = "the gradient of weight of a linear router"
 _log = logging.getLogger("moe_core")
 _check = threading.Lock()  # held during a check
 
@@ -49,8 +51,8 @@ def verdict(checked: Checked) -> bool | None:
 
     A check has a thread of its own. So it has neither autocast nor inference mode, fake tensors,
     hooks of saved tensors or a stream of the caller, and runs while torch.compile traces the
-    caller. It cannot run while the caller captures a CUDA graph, or within forward-mode
-    differentiation. Operations that run during a check are not checked.
+    caller. It cannot run while the caller captures a CUDA graph, in a backward pass, or within
+    forward-mode differentiation. Operations that run during a check are not checked.
     """
     mode = verify_mode()
     is_compiled = checked.device == "cuda" and not is_interpreted()
@@ -58,7 +60,8 @@ def verdict(checked: Checked) -> bool | None:
         return True
     if checked.device == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    if not _check.acquire(blocking=False):
+    # A check in a backward pass would wait for the thread in which that pass runs.
+    if in_backward() or not _check.acquire(blocking=False):
         return None
     try:
         device = device_name(checked)
@@ -93,7 +96,10 @@ def _fault(checked: Checked) -> str | None:
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
             forms = case(_Form(checked, "triton")), case(_Form(checked, "torch"))
             for (name, value), (_, right) in zip(*forms, strict=True):
-                difference = _difference(value.cpu(), right, checked.dtype)
+                dtype = checked.dtype
+                if name == _BY_TORCH:
+                    dtype = torch.float16
+                difference = _difference(value.cpu(), right, dtype)
                 if difference:
                     return f"{name} {difference}"
     except torch.OutOfMemoryError:

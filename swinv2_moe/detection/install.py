@@ -183,6 +183,9 @@ def install(log: Path) -> None:
         if "_ext" in reason or "nms" in reason:
             hint = f" (remove {wheel} to compile it anew)"
         raise InstallError(f"mmcv and mmdetection do not work: {reason}{hint}")
+    # With it mmengine formats configurations. Its first import writes a cache, and another process
+    # that imports it at the same time would read half of that.
+    subprocess.run([sys.executable, "-c", "import yapf.yapflib.yapf_api"], check=False)
 
 
 def main() -> None:

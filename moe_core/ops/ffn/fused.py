@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.inputs import ExpertWeights, MoEFFNInputs, check_offsets, hidden_rows
-from moe_core.ops.native.library import library, pointer
+from moe_core.ops.native.library import library, packed_dtype, pointer
 
 
 def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
@@ -95,6 +95,9 @@ class _Call:
         starts = [0] + ends[:-1]
         self.unused_experts = [e for e in range(num_experts) if starts[e] == ends[e]]
         self.kernels = inputs.kernels
+        is_bf16 = inputs.tokens.dtype == torch.bfloat16
+        if is_bf16 and packed_dtype(torch.bfloat16, self.kernels) != torch.int16:
+            raise ValueError(f"tokens are bfloat16, in which {self.kernels!r} does not multiply")
         numbers = (inputs.gates, *inputs.weights)  # biases may have any dtype
         tensors = [None if tensor is None else tensor.float() for tensor in numbers]
         tensors.insert(0, inputs.tokens)

@@ -161,3 +161,31 @@ def test_a_linear_router_is_called_if_something_watches_it(watch):
     y, aux_loss = layer(torch.randn(3, 4, requires_grad=True))
     (y.sum() + aux_loss).backward()
     assert calls == [watch]
+
+
+class OutputAlone(nn.Module):
+    """A layer without its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_layer(dtype=torch.float32)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def test_a_layer_that_was_traced_with_gradients_can_be_saved(tmp_path):
+    model, x = OutputAlone(), tokens().float()
+    traced = torch.jit.trace(model, x, check_trace=False)
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    loaded = torch.jit.load(tmp_path / "traced.pt")
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_a_program_exported_in_bf16_leaves_the_kernel_to_the_cpu_that_runs_it():
+    """The fused operator multiplies bf16 on some CPUs alone."""
+    model = OutputAlone().eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        program = torch.export.export(model, (tokens().float(),))
+    arguments = [argument for node in program.graph.nodes for argument in node.args]
+    assert "ffn.fused" not in arguments
