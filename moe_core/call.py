@@ -112,7 +112,7 @@ def check_devices(layer: nn.Module, x: Tensor) -> None:
 
 
 def agree(config: MoEConfig, x: Tensor, ranks: Ranks) -> None:
-    """Make all ranks select the same forms: a collective, at the first call with these dtypes."""
+    """Make all ranks select the same forms for this device and these dtypes: a collective."""
     kernels, device = config.kernels, x.device.type
     if kernels == "torch" or (device != "cuda" and kernels != "triton"):
         return

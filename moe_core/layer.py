@@ -92,7 +92,7 @@ class MoELayer(HasExperts):
             router = nn.ModuleList(router)
         self.router: nn.Module = router
         self._untried_experts = is_foreign and self.group.size > 1
-        # the dtypes of calls for which the ranks have agreed on kernels
+        # devices and dtypes for which the ranks have agreed on kernels
         self._agreed: set[tuple[str, torch.dtype, torch.dtype]] = set()
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self.shared: SharedExperts | None = None

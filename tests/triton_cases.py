@@ -1,10 +1,11 @@
 """What tests of GPU code share: CUDA graphs, a mended Triton interpreter, and compilation without a
 GPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,6 +27,17 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
     with torch.cuda.graph(graph):
         result = step()
     return graph, result
+
+
+@contextlib.contextmanager
+def no_reads_from_the_device() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_interpreted(file: str) -> None:

@@ -10,9 +10,9 @@ torch operations compute the op or its gradients:
 
 `register_gradient` registers both. `schema_of` derives the arguments of an op from a named tuple.
 
-Outside torch.compile an op with gradients is called through a torch.autograd.Function
-(`register_autograd`). torch's own entry reads the whole schema again for each argument: 0.2 ms for
-25 arguments, where the Function takes 0.03 ms.
+In eager mode an op with gradients is called through a torch.autograd.Function
+(`register_autograd`), which takes 0.03 ms for 25 arguments. The function that torch registers reads
+the whole schema again for each argument, which takes 0.2 ms.
 """
 
 from collections.abc import Callable, Sequence

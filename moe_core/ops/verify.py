@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,14 +81,18 @@ def verdict(checked: Checked) -> bool | None:
             fault,
             device,
         )
-    return None if fault is None else not fault
+    if fault is None:
+        return None
+    return fault == ""
 
 
 def _fault(checked: Checked) -> str | None:
     """What is wrong with a form: "" if nothing is, None if a case cannot run now."""
-    on_device = torch.cuda.device(checked.ordinal) if checked.device == "cuda" else nullcontext()
     if in_transform(torch.empty(0)):  # the plain form would run twice
         return None
+    on_device: AbstractContextManager = nullcontext()
+    if checked.device == "cuda":
+        on_device = torch.cuda.device(checked.ordinal)
     case = _CASES[checked.form]
     try:
         with on_device:
@@ -119,7 +123,9 @@ def _difference(value: Tensor, right: Tensor, dtype: torch.dtype) -> str:
         return f"has shape {list(value.shape)}, not {list(right.shape)}"
     if not right.is_floating_point():
         wrong = int((value != right).sum())
-        return f"differs in {wrong} of {right.numel()} numbers" if wrong else ""
+        if wrong == 0:
+            return ""
+        return f"differs in {wrong} of {right.numel()} numbers"
     sums = torch.promote_types(dtype, torch.float32)
     allowed = 8 * torch.finfo(dtype).eps + 256 * torch.finfo(sums).eps
     error = float((value.double() - right).abs().max() / right.abs().max())
@@ -204,7 +210,10 @@ def _plans(form: _Form) -> Iterator[tuple]:
     ids = form.experts(300, 2).to(form.device)
     priority = form.number(300, dtype=torch.float32).detach()
     for kind, capacity in (("plan", 70), ("dropless plan", None)):
-        plan = make_plan(ids, 4, capacity, priority if capacity else None, form.kernels)
+        order = None
+        if capacity is not None:
+            order = priority
+        plan = make_plan(ids, 4, capacity, order, form.kernels)
         for name, field in plan._asdict().items():
             if field is not None:
                 yield f"{name} of a {kind}", field
@@ -240,7 +249,9 @@ _NETWORKS = (
 
 def _networks(form: _Form) -> Iterator[tuple]:
     assert form.activation is not None
-    kinds = [True] if form.activation in GATED_ACTIVATIONS else [False, True]
+    kinds = [False, True]
+    if form.activation in GATED_ACTIVATIONS:
+        kinds = [True]
     for is_gated in kinds:
         for case in _NETWORKS:
             if case.has_gates or is_gated == kinds[0]:
@@ -249,24 +260,30 @@ def _networks(form: _Form) -> Iterator[tuple]:
 
 def _network(form: _Form, activation: str, case: _Network, is_gated: bool) -> Iterator[tuple]:
     num_tokens, top_k, model_dim, hidden_dim, weight_dtype, has_gates = case
-    capacity = num_tokens * top_k // 3 if has_gates else None
+    capacity, where = None, f" with K = {top_k}"
+    if has_gates:
+        capacity = num_tokens * top_k // 3
     plan = form.plan(num_tokens, top_k, capacity)
     shapes = {"w1": (hidden_dim, model_dim), "b1": (hidden_dim,), "w2": (hidden_dim, model_dim)}
     shapes["b2"] = (model_dim,)
     if is_gated:
         shapes |= {"w3": shapes["w1"], "b3": shapes["b1"]}
-    weights = {
-        name: form.number(4, *shape, dtype=weight_dtype, scale=0.125 if len(shape) == 2 else 1.0)
-        for name, shape in shapes.items()
-    }
+        where += ", w3"
+    weights = {}
+    for name, shape in shapes.items():
+        scale = 1.0
+        if name.startswith("w"):
+            scale = 0.125
+        weights[name] = form.number(4, *shape, dtype=weight_dtype, scale=scale)
     inputs = {"tokens": form.number(num_tokens, model_dim)}
     if has_gates:
         inputs["gates"] = form.number(num_tokens, top_k, dtype=torch.float32)
+    else:
+        where += ", no gates"
     y = moe_ffn(
         inputs["tokens"], inputs.get("gates"), ExpertWeights(**weights), plan, activation,
         kernels=form.kernels,
     )  # fmt: skip
-    where = f" with K = {top_k}{', w3' if is_gated else ''}{'' if has_gates else ', no gates'}"
     yield from form.results({"y": y}, inputs | weights, where)
 
 
@@ -287,7 +304,9 @@ def _kept() -> dict[str, list[str]]:
     try:
         with open_regular(_file()) as file:
             content = file.read(_MAX_BYTES + 1)
-        kept = json.loads(content) if len(content) <= _MAX_BYTES else {}
+        if len(content) > _MAX_BYTES:
+            return {}
+        kept = json.loads(content)
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(kept, dict) or not all(isinstance(names, list) for names in kept.values()):

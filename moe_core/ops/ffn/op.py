@@ -147,12 +147,14 @@ def _moe_form(
         gate_dtype=gate_dtype,
     )
     form = select("moe_ffn", request)
-    # The C++ form has neither dropout nor transposed weights, and bf16 on some CPUs alone: an
-    # exported program may run on another one.
-    is_plain = all(weight.is_contiguous() for weight in weights.matrices().tensors())
+    if form != "ffn.fused":
+        return form
+    # An exported program may run on a CPU that does not multiply bf16.
     if tokens.dtype == torch.bfloat16 and torch.compiler.is_exporting():
-        is_plain = False
-    if form == "ffn.fused" and (dropout > 0 or not is_plain):
+        return ""
+    # The C++ form has neither dropout nor transposed weights.
+    is_plain = all(weight.is_contiguous() for weight in weights.matrices().tensors())
+    if dropout > 0 or not is_plain:
         return ""
     return form
 

@@ -134,7 +134,7 @@ def _backward(
         (grad, call.choices, call.blocks, weights.w2, hidden, inputs.seed, gates, *results),
         num_rows=call.num_rows,
         GATED=inputs.w3 is not None,
-        **call.limit,
+        **call.hidden_grad_options,
         **call.constants,
     )
     by_weight: dict[str, Tensor] = {}
@@ -186,13 +186,15 @@ class _Call:
         self.for_hidden = self.small
         if inputs.w3 is not None:
             self.for_hidden = self.small._replace(columns=self.small.columns // 2)
-        # So few registers that two programs of `hidden_grad_kernel` run on a multiprocessor.
-        self.limit = {}
+        # With at most 128 registers a thread, two programs of `hidden_grad_kernel` run on a
+        # multiprocessor.
+        self.hidden_grad_options = {}
         if shared_memory >= 160_000:
-            self.limit["maxnreg"] = 128
-        # The gradient of a weight contracts over rows, so a large tile wastes no work.
+            self.hidden_grad_options["maxnreg"] = 128
+        # The gradient of a weight contracts over rows, so a large tile wastes no work. Compiled for
+        # an A100, which has less shared memory, the large one spills 4,000 bytes.
         self.for_weights, large = tiles(math.inf, self.model_dim, shared_memory)
-        if shared_memory >= 200_000:  # with less it spills 4,000 bytes (compiled for an A100)
+        if shared_memory >= 200_000:
             self.for_weights = large
         dropout = Dropout.of(inputs.dropout)
         self.constants = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trainer_cases import QUICKSTART, SMALL
-from triton_cases import captured
+from triton_cases import captured, no_reads_from_the_device
 
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
@@ -44,12 +44,8 @@ class Step:
 def test_a_step_reads_nothing_back():
     step = Step()
     step()  # what is compiled or made on first use is there now
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_reads_from_the_device():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_is_one_cuda_graph():

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from moe_cases import make_layer, plain_forward, route_by_torch, route_by_triton
-from triton_cases import captured
+from triton_cases import captured, no_reads_from_the_device
 
 from moe_core import MoELayer
 from moe_core.ops import DispatchPlan, backend, combine, dispatch, make_plan
@@ -79,12 +79,8 @@ def test_a_step_reads_nothing_back(routing, kernels):
         (y.sum() + aux_loss).backward()
 
     step()  # what is compiled on first use is compiled now
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_reads_from_the_device():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
