@@ -28,6 +28,7 @@ def test_all_ranks_meet_in_the_same_processes_with_their_results(run_processes):
 def changes_everything(rank: int) -> list:
     """What the process has at the start; all of it is changed."""
     pair = dist.new_group([0, 1])
+    dist.barrier()  # or one rank leaves while the other still connects
     names = (pair.group_name, time.sleep.__name__, os.getcwd(), os.environ.get("LOCAL_WORLD_SIZE"))
     settings = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())
     found = [*names, *settings, torch.rand(()).item()]
