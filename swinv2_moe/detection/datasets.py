@@ -1,7 +1,7 @@
 """COCO data sets of a configuration: their classes, checks before training, and results of a test.
 
 The metric is mmdetection's FasterCocoMetric. faster-coco-eval agrees with pycocotools to the last
-bits of every precision and is several times faster (docs/results.md).
+bits of every precision and is several times faster (docs/log.md).
 """
 
 import os

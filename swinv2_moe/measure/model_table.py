@@ -54,8 +54,8 @@ def rows() -> list[Row]:
 def row_of(name: str, path: Path) -> Row:
     """The row of the configuration `name` in the file `path`."""
     opts = []
-    if name.startswith("upcycle/"):
-        opts = ["MODEL.PRETRAINED", "dense weights"]
+    if name.startswith("upcycle/") or "finetune" in name:
+        opts = ["MODEL.PRETRAINED", "any weights"]
     config = load_config(path, opts, data="anywhere")
     model = model_config(config)
     default = _TINY_IMAGENET if name.startswith("tiny_imagenet/") else 0

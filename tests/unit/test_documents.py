@@ -1,5 +1,7 @@
-"""Documents agree with the repository: links, make targets, files of the README, keys."""
+"""Documents agree with the repository: links, make targets, files of the README, keys; what README
+claims is in the results; pages stay short."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -11,6 +13,11 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), ROOT / "data" / "README.md", *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+CLAIM = re.compile(  # what README measures: 0.77, 2 points, 43%, 3 times
+    r"(?<![\w.,-])(\d[\d,]*\.\d+|\d[\d,]*(?=\s?(?:%|points\b|times\b)))(?![\w.])"
+)
+MOST_WORDS = {"results.md": 3000}
 
 
 def anchors(document: Path) -> set[str]:
@@ -73,3 +80,68 @@ def test_the_table_of_keys_is_what_the_definitions_say():
     committed = (ROOT / "docs" / "reference" / "configuration-keys.md").read_text()
     assert printed == committed, "write it anew: CONTRIBUTING.md"
     assert "|  |" not in printed, "a key without a comment"
+
+
+def section(text: str, anchor: str) -> str:
+    """The part of a document under the heading with an anchor."""
+    for part in re.split(r"^#+ ", FENCE.sub("", text), flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        if re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") == anchor:
+            return body
+    raise AssertionError(f"no heading {anchor}")
+
+
+def decimals(number: str) -> int:
+    return len(number.partition(".")[2])
+
+
+def unsupported_claims(readme: str, results: str) -> list[str]:
+    """The figures of README that no section of the results that their paragraph links to has."""
+    missing = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )|\n(?=\| )", FENCE.sub("", readme)):
+        anchors_linked = re.findall(r"docs/results\.md#([\w-]+)", paragraph)
+        linked = " ".join(section(results, anchor) for anchor in anchors_linked)
+        known = [float(number.replace(",", "")) for number in NUMBER.findall(linked)]
+        words = re.sub(r"\]\([^)]*\)|`[^`]*`|Python [\d.]+", "", paragraph)
+        for claim in CLAIM.findall(words):
+            value = float(claim.replace(",", ""))
+            if value not in [round(abs(number), decimals(claim)) for number in known]:
+                missing.append(f"{claim} in {' '.join(words.split())[:60]!r}")
+    return missing
+
+
+def test_every_figure_of_the_readme_is_in_the_results_that_it_links_to():
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert unsupported_claims((ROOT / "README.md").read_text(), results) == []
+
+
+def test_a_figure_without_its_row_is_found():
+    results = "# Speed\n\n| a | 1.31 |\n"
+    assert unsupported_claims("1.3 times as fast ([s](docs/results.md#speed)).", results) == []
+    assert unsupported_claims("1.4 times as fast ([s](docs/results.md#speed)).", results)
+    assert unsupported_claims("1.3 times as fast.", results)
+
+
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_pages_stay_short(name):
+    text = (ROOT / "docs" / name).read_text()
+    assert len(text.split()) <= MOST_WORDS[name]
+
+
+def test_the_results_have_at_most_ten_tables():
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert len(re.findall(r"^\|[-:|]+\|$", text, re.MULTILINE)) <= 10
+
+
+@pytest.mark.parametrize("name", ["models.csv", "speed.csv"])
+def test_figures_of_models_and_speed_are_in_the_documents(name):
+    documents = [ROOT / "docs" / "results.md", ROOT / "docs" / "log.md"]
+    known = set(NUMBER.findall(" ".join(path.read_text() for path in documents)))
+    lines = (ROOT / "docs" / "results" / name).read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert rows
+    for row in rows:
+        assert re.fullmatch("[0-9a-f]{7}", row["commit"]), row
+        for column in ("top1", "to_dense", "samples_per_sec", "dense_samples_per_sec"):
+            value = row.get(column)
+            assert not value or value in known, row

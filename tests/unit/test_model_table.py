@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
         "quickstart_digits",
         "vit_moe_digits",
         "tiny_imagenet/32expert_fine",
+        "tiny_imagenet/finetune_96",
         "in22k/swin_moe_small_window12_192_8expert",
         "upcycle/swinv2_moe_tiny_window8_256_8expert",
     ],

@@ -16,7 +16,7 @@ train_dataloader = dict(
     sampler=dict(type="DefaultSampler", shuffle=True),
     dataset=dict(
         type="RepeatDataset",
-        # an epoch is four passes: 5 epochs of one end at a box AP of 46 to 61 (docs/results.md)
+        # an epoch is four passes: 5 epochs of one end at a box AP of 46 to 61 (docs/log.md)
         times=4,
         dataset=dict(
             type="CocoDataset",

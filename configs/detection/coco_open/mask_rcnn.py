@@ -7,7 +7,7 @@
 #       --split train
 #
 # Hardware: one CPU core, 30 minutes of it.
-# Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/results.md)
+# Measured on the training images: box AP 12.3, AP50 26.3; after 24 epochs more (docs/log.md)
 # 26.2, 51.4.
 _base_ = [
     "../_base_/mask_rcnn.py",

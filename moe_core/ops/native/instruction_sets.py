@@ -47,7 +47,7 @@ SETS = (
         "x86_64",
         _VNNI_CPU | {"avx512_bf16"},
         f"{_VNNI} -mavx512bf16",
-        # bf16 takes 1.3 to 1.7 times as long as in products of fp32: docs/results.md
+        # bf16 takes 1.3 to 1.7 times as long as in products of fp32: docs/log.md
         slow_on=frozenset({"GenuineIntel"}),
     ),
     InstructionSet("avx512_vnni", "AVX-512 VNNI", "x86_64", _VNNI_CPU, _VNNI),
