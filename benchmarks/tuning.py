@@ -12,7 +12,7 @@ replace one tile each, of the products with an activation (small) or of those wi
 columns x depth, warps, stages.
 
 attention: shifted windows, a shape is BxNxhxD: windows of the batch, tokens of a window, heads,
-channels of a head. Registers and shared memory: docs/explanation/performance.md.
+channels of a head. Registers and shared memory: docs/log.md.
 """
 
 # T tokens, E experts, K top-k, M model dim; B windows, N tokens of a window, h heads, D channels of

@@ -195,7 +195,7 @@ def seeded_noise(seed: torch.Tensor, num_rows: int, hidden_dim: int) -> torch.Te
 
     A hash of (seed, row) is the state of a row. The noise is the upper half of a hash of the state
     and the column. This takes a tenth of the instructions of Philox (triton.language.rand). Philox
-    would take longer than the experts' products (docs/explanation/performance.md).
+    would take longer than the experts' products (docs/log.md).
     """
     row = torch.arange(num_rows, device=seed.device).unsqueeze(1)
     column = torch.arange(hidden_dim, device=seed.device)

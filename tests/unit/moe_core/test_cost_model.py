@@ -29,7 +29,8 @@ from moe_core.parallel import (
 from moe_core.parallel.cost_model import LayerShape, candidates, layer_time, ranked, volume
 
 A100 = PROFILES["a100-hdr"]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planner.md"
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENTS = [DOCS / "explanation" / "planner.md", DOCS / "reference" / "cost-model.md"]
 
 
 def shape_of(num_experts: int, rows: float = 8, **fields) -> LayerShape:
@@ -448,7 +449,8 @@ def predictions() -> dict[str, float]:
 
 def documented() -> dict[str, list[str]]:
     """Rows of the document's tables: the first cell, and the others."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    text = "\n".join(document.read_text() for document in DOCUMENTS)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [line.strip("| ").split(" | ") for line in lines]
     return {cells[0]: cells[1:] for cells in rows}
 
