@@ -252,9 +252,10 @@ def route(
         aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, routed.loss_of_sums)
         return Routing(ids, gates, aux_loss, probs, inputs=routed.inputs)
     logits, noisy = routed.logits, routed.noisy
-    if noisy is None:
+    if noisy is None and (balance is not None or sums is None):
         noisy = add_noise(logits, noise, noise_std)
     if balance is not None:
+        assert noisy is not None
         scores = probs
         if config.gate_activation != "softmax":
             scores = gate_scores(noisy, config.gate_activation)
@@ -263,6 +264,7 @@ def route(
             balance.add_load(ids)
         gates = gates_of(scores, noisy, ids, config.gate_activation, normalize)
     if sums is None:
+        assert noisy is not None
         loss_inputs = RoutingScores(logits, noisy, probs, ids, loss_noise_std)
         sums = expert_sums(aux_loss_name, loss_inputs)
     aux_loss = auxiliary_loss(aux_loss_name, sums, num_tokens, reduce, routed.loss_of_sums)

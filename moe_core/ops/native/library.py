@@ -13,7 +13,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
-from ctypes import c_long, c_void_p
+from ctypes import c_double, c_long, c_void_p
 from pathlib import Path
 
 import torch
@@ -64,16 +64,17 @@ def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype:
 def call(
     function: str,
     tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
+    numbers: Sequence[int | float],
     kernels: str = "auto",
 ) -> int:
     """Call a function of the library.
 
     The function's arguments are pointers to the contiguous tensors (a null pointer for None), then
-    `numbers` as `long`.
+    `numbers` as `long`, or as `double` if they are floats.
     """
     arguments: list = [pointer(tensor) for tensor in tensors]
-    arguments += [c_long(number) for number in numbers]
+    for number in numbers:
+        arguments.append(c_double(number) if isinstance(number, float) else c_long(number))
     return getattr(library(kernels), function)(*arguments)
 
 

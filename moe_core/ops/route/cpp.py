@@ -9,6 +9,7 @@ an order that does not depend on the number of threads, so runs repeat exactly.
 import torch
 from torch import Tensor
 
+from moe_core.ops.backend import KERNEL_LOSSES
 from moe_core.ops.buffers import empty
 from moe_core.ops.native.library import call
 
@@ -18,16 +19,20 @@ def forward(
     noise: Tensor | None,
     top_k: int,
     normalize: bool,
+    loss: str,
+    noise_std: float,
+    loss_noise_std: float,
     activation: str,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gates [T, K], ids [T, K], probs [T, E], the sums of the loss "gshard" [2, E] and the scores.
+    """gates [T, K], ids [T, K], probs [T, E], the sums of the loss [2, E] and the scores.
 
     The scores [T, K] are the sigmoids of the chosen logits; they are empty unless the gate values
     are these divided by their sum.
 
     Args:
-        logits, noise: [T, E]; experts are chosen by their sum.
+        logits, noise: [T, E]; experts are chosen by `logits + noise_std * noise`.
+        loss: one of KERNEL_LOSSES.
     """
     num_tokens, num_experts = logits.shape
     # otherwise C++ would read past the end of a tensor
@@ -44,19 +49,25 @@ def forward(
         scores = torch.empty_like(gates)
     tensors = (_ready(logits), _ready(noise), ids, gates, scores, probs, sums)
     sizes = (num_tokens, num_experts, top_k)
-    call("route_forward", tensors, (*sizes, *_settings(normalize, activation)), kernels)
+    settings = _settings(normalize, activation, loss, noise_std, loss_noise_std)
+    call("route_forward", tensors, (*sizes, *settings), kernels)
     if scores is None:
         scores = logits.new_empty(0)
     return gates, ids, probs, sums, scores
 
 
 def backward(
+    logits: Tensor,
+    noise: Tensor | None,
     ids: Tensor,
     gates: Tensor,
     probs: Tensor,
     scores: Tensor,
     grads: tuple[Tensor | None, ...],
     normalize: bool,
+    loss: str,
+    noise_std: float,
+    loss_noise_std: float,
     activation: str,
     kernels: str,
 ) -> Tensor:
@@ -69,14 +80,19 @@ def backward(
     kept = None
     if scores.numel():
         kept = scores
-    tensors = (ids, gates, kept, probs, *map(_ready, grads), grad)
+    inputs = (_ready(logits), _ready(noise), *map(_ready, grads))
     sizes = (*probs.shape, ids.shape[1])
-    call("route_backward", tensors, (*sizes, *_settings(normalize, activation)), kernels)
+    settings = _settings(normalize, activation, loss, noise_std, loss_noise_std)
+    tensors = (ids, gates, kept, probs, *inputs, grad)
+    call("route_backward", tensors, (*sizes, *settings), kernels)
     return grad
 
 
-def _settings(normalize: bool, activation: str) -> tuple[int, int, int]:
-    return int(normalize), int(activation == "sigmoid"), torch.get_num_threads()
+def _settings(
+    normalize: bool, activation: str, loss: str, noise_std: float, loss_noise_std: float
+) -> tuple[int | float, ...]:
+    numbers = (int(normalize), int(activation == "sigmoid"), torch.get_num_threads())
+    return (*numbers, KERNEL_LOSSES.index(loss), float(noise_std), float(loss_noise_std))
 
 
 def _ready(x: Tensor | None) -> Tensor | None:

@@ -1,10 +1,9 @@
 """Softmax, top-K and gate values of the router's logits.
 
 The Triton form and the C++ form read the logits once, and add the noise. They also compute the sums
-of auxiliary losses, the Triton form of those in `KERNEL_LOSSES`, the C++ form of "gshard". For a
-linear router with at most 64 experts and softmax gates the Triton form computes the logits and
-casts the tokens in the same pass. These forms are a torch.library op with a backward op. Autograd
-differentiates the torch form.
+of the auxiliary losses in `KERNEL_LOSSES`. For a linear router with at most 64 experts and softmax
+gates the Triton form computes the logits and casts the tokens in the same pass. These forms are a
+torch.library op with a backward op. Autograd differentiates the torch form.
 
 On a CPU the product stays torch's, which is as fast as one in C++. So both forms there read the
 same logits, and choose the same experts.
@@ -31,7 +30,6 @@ from moe_core.ops.route import reference
 from moe_core.registry import LOSSES
 
 _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
-_LOSSES = {"route.triton": KERNEL_LOSSES, "route.cpp": ("none", "gshard")}  # with sums
 _TOKEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -139,7 +137,7 @@ def _in_one_kernel(
 ) -> RoutedTokens:
     """x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`."""
     top_k, normalize, loss, noise_std, loss_noise_std, kernels, activation = settings
-    computes_loss = loss in _LOSSES[form]
+    computes_loss = loss in KERNEL_LOSSES
     if not computes_loss:
         loss = "none"
     cast_to: torch.dtype | None = None
@@ -191,11 +189,8 @@ def _route(
         return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
     assert weight is None
     assert cast_to is None
-    if noise is not None:
-        noise = noise * noise_std
-    gates, ids, probs, sums, scores = load(form).forward(
-        x, noise, top_k, normalize, activation, kernels
-    )
+    settings = (loss, noise_std, loss_noise_std, activation, kernels)
+    gates, ids, probs, sums, scores = load(form).forward(x, noise, top_k, normalize, *settings)
     return gates, ids, probs, sums, x.new_empty(0), scores
 
 
@@ -223,15 +218,15 @@ def _route_backward(
     """Gradients of x and weight; the second one is empty without a weight."""
     if grad_sums is None:
         loss = "none"
+    settings = (normalize, loss, noise_std, loss_noise_std)
     if form == "route.triton":
         grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
-        settings = (normalize, loss, noise_std, loss_noise_std)
         return load(form).backward(x, weight, noise, ids, probs, kept, grads, *settings)
     if loss == "none":
         grad_sums = None
     used = (grad_gates, grad_probs, grad_sums)
-    grad = load(form).backward(ids, gates, probs, kept, used, normalize, activation, kernels)
-    return grad, x.new_empty(0)
+    tensors = (x, noise, ids, gates, probs, kept, used)
+    return load(form).backward(*tensors, *settings, activation, kernels), x.new_empty(0)
 
 
 @_route.register_fake

@@ -54,9 +54,9 @@ def problems(draw) -> tuple[torch.Tensor, torch.Tensor | None, ops.RouteSettings
     settings = ops.RouteSettings(
         draw(st.integers(1, min(8, num_experts))),
         draw(st.booleans()),
-        "gshard",
+        draw(st.sampled_from(backend.KERNEL_LOSSES)),
         0.25,
-        0.25,
+        draw(st.sampled_from([0.25, 0.0])),
         draw(st.sampled_from(SETS)),
         draw(st.sampled_from(["softmax", "sigmoid"])),
     )
@@ -89,9 +89,14 @@ def test_equals_the_specification(problem):
     limits = {"rtol": bound(logits), "atol": 1e-30, "equal_nan": True}
     torch.testing.assert_close(routed.gates, gates, **limits)
     torch.testing.assert_close(routed.probs, probs, **limits)
-    assert torch.equal(routed.sums[1], sums[1])
+    if settings.loss == "none":
+        return
+    if settings.loss == "gshard":
+        assert torch.equal(routed.sums[1], sums[1])
     limits["rtol"] += len(logits) * EPSILON
     torch.testing.assert_close(routed.sums[0], sums[0], **limits)
+    limits["atol"] += len(logits) * limits["rtol"] / 0.25  # of the argument of erf
+    torch.testing.assert_close(routed.sums[1], sums[1], **limits)
 
 
 @given(problems(), st.lists(st.booleans(), min_size=3, max_size=3))
@@ -100,6 +105,7 @@ def test_gradients_equal_those_in_fp64(problem, is_used):
     logits, noise, settings = problem
     logits = logits.nan_to_num(0, 9, -9).clamp(-300, 300)
     weights = [torch.randn(settings.top_k), torch.randn(logits.shape), torch.randn(2, 1)]
+    is_used[2] &= settings.loss != "none"
     results = []
     for x in (logits, logits.double()):
         x = x.requires_grad_()
@@ -118,19 +124,26 @@ def test_gradients_equal_those_in_fp64(problem, is_used):
     # gradients are differences of terms that are at most 4 times the largest weight
     largest = 4 * max([1.0, *(float(w.abs().max()) for w in weights if w.numel())])
     limit = largest * 4 * bound(logits)
+    if settings.loss.startswith(
+        "load"
+    ):  # slopes of a load are up to 1 / std, and of these E are added
+        limit *= logits.shape[1] / 0.25**2
     torch.testing.assert_close(results[0].double(), results[1], rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_any_number_of_threads_gives_the_same_bits(activation):
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [("softmax", "gshard"), ("sigmoid", "gshard"), ("softmax", "load_importance")],
+)
+def test_any_number_of_threads_gives_the_same_bits(activation, loss):
     logits = torch.randn(3001, 33, generator=torch.Generator().manual_seed(0))
-    settings = ops.RouteSettings(4, True, "gshard", 0.0, 0.0, "auto", activation)
+    settings = ops.RouteSettings(4, True, loss, 0.0, 0.5, "auto", activation)
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         x = logits.clone().requires_grad_()
         routed = ops.route(x, None, settings)
-        total = routed.gates.square().sum() + routed.sums[0].square().sum()
+        total = routed.gates.square().sum() + routed.sums.square().sum()
         results.append([*routed[:4], torch.autograd.grad(total, x)[0]])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -183,18 +196,21 @@ def run_case(command: list[str], generator: np.random.Generator) -> None:
     logits = torch.tensor(generator.standard_normal((num_tokens, num_experts), np.float32))
     logits, noise = (4 * logits).round() / 2, logits.flip(0)
     by_gates, by_probs = logits[:, :top_k].cos(), logits.sin()
-    by_sums = torch.linspace(-1, 1, num_experts)
+    by_sums = torch.linspace(-1, 1, 2 * num_experts).view(2, -1)
     threads = int(generator.integers(1, 4))
-    header = [num_tokens, num_experts, top_k, normalize, sigmoid, threads, has_noise]
+    loss, eighths = int(generator.integers(1, 4)), int(generator.integers(0, 4))
+    header = [num_tokens, num_experts, top_k, normalize, sigmoid, threads, has_noise, loss, eighths]
     problem = np.array(header, np.int64).tobytes()
     output = run_program(
         command, problem + b"".join(map(raw, (logits, noise, by_gates, by_probs, by_sums)))
     )
     logits = logits.requires_grad_()
     activation = "sigmoid" if sigmoid else "softmax"
-    settings = ops.RouteSettings(top_k, bool(normalize), "gshard", 1.0, 1.0, "torch", activation)
+    name = backend.KERNEL_LOSSES[loss]
+    noises = (1.0, eighths / 8)
+    settings = ops.RouteSettings(top_k, bool(normalize), name, *noises, "torch", activation)
     gates, ids, probs, sums = specified(logits, noise if has_noise else None, settings)
-    total = (gates * by_gates).sum() + (probs * by_probs).sum() + (sums[0] * by_sums).sum()
+    total = (gates * by_gates).sum() + (probs * by_probs).sum() + (sums * by_sums).sum()
     expected = [ids, gates, probs, sums, torch.autograd.grad(total, logits)[0]]
     start = 0
     for wanted in expected:
