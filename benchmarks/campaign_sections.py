@@ -28,7 +28,7 @@ OPERATIONS = (  # each compared with torch
     "tests/unit/models/test_window_attention_kernels.py",
 )
 TINY_NETWORK = (
-    "--device cpu --cfg configs/quickstart_digits.yaml --batch-sizes 2 --dtypes float32 --rounds 2"
+    "--device cpu --cfg quickstart_digits --batch-sizes 2 --dtypes float32 --rounds 2"
     " --opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
 )
 TINY_SHAPES = "--device cpu --dtypes bfloat16 --rounds 2 --shapes 64x16x4"

@@ -5,7 +5,7 @@ training.
     python benchmarks/model.py --graph             (inference of small batches, also as CUDA graphs)
     python benchmarks/model.py --timm              (the dense network beside timm's eager one)
 
-The measuring is tools/throughput.py's (swinv2_moe.measure.throughput); this keeps the rows. A CPU
+It measures as `throughput` does (swinv2_moe.measure.throughput); this keeps the rows. A CPU
 has no graphs: there --graph measures the usual passes alone. --timm measures one model, with its
 own attention and with timm's forward pass of it; both compute the same, which is compared first.
 """

@@ -178,7 +178,7 @@ class Classifier:
     def __init__(self, directory: Path):
         self.file = directory / "model.onnx"
         if not self.file.is_file():
-            fail(f"{directory}: no model.onnx, which tools/export.py --format onnx writes")
+            fail(f"{directory}: no model.onnx, which `swinv2-moe export --format onnx` writes")
         try:
             self.spec = json.loads((directory / "model.json").read_text())
             self.class_names = self.spec["class_names"]
@@ -280,7 +280,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", metavar="EXPORTED_DIR", help="what tools/export.py wrote")
+    parser.add_argument("directory", metavar="EXPORTED_DIR", help="what `swinv2-moe export` wrote")
     parser.add_argument("pictures", nargs="+", metavar="PICTURE_OR_FOLDER")
     parser.add_argument(
         "--top-k", type=int, default=5, metavar="K", help="classes to print (default: %(default)s)"

@@ -4,7 +4,6 @@ commands that it starts."""
 import io
 import multiprocessing
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,9 +19,6 @@ from swinv2_moe.commands.interrupt import INTERRUPTED, end_interrupted
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.imports import import_arguments
 from swinv2_moe.output import say
-
-_FOLDERS = ("tools", "data")  # of the commands' scripts
-_SCRIPT = re.compile(r"(?:tools|data)/(\w+)\.py")
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -103,53 +99,21 @@ def _print_once(message: str) -> None:
     say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
-def started_by_script() -> bool:
-    """True for `python tools/NAME.py`, False for `swinv2-moe NAME` and `python -m swinv2_moe`."""
-    script = Path(sys.argv[0])
-    return script.suffix == ".py" and script.parent.name in _FOLDERS
-
-
-def as_started(text: str) -> str:
-    """Convert the command lines in a text to the way in which this process was started.
-
-    `python tools/NAME.py` becomes `swinv2-moe NAME`, and `torchrun ... tools/NAME.py` becomes
-    `torchrun ... -m swinv2_moe NAME`, unless this process runs a script.
-    """
-    if started_by_script():
-        return text
-
-    def installed(match: re.Match) -> str:
-        return match[1].replace("_", "-")
-
-    lines = []
-    for line in text.splitlines(keepends=True):
-        if "torchrun" in line:
-            line = _SCRIPT.sub(lambda match: f"-m swinv2_moe {installed(match)}", line)
-        line = re.sub(rf"\S*python {_SCRIPT.pattern}", lambda m: f"swinv2-moe {installed(m)}", line)
-        lines.append(_SCRIPT.sub(lambda match: f"swinv2-moe {installed(match)}", line))
-    return "".join(lines)
-
-
 def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
-    """The words that start a command in the way this process was started, without the command's
-    arguments.
+    """The words that start a command in this terminal, without the command's arguments.
 
     Args:
         name: name of the command, such as "few-shot".
         launcher: torchrun and its options; empty for one process.
     """
-    if started_by_script():
-        repository = Path(sys.argv[0]).parent.parent
-        file = f"{name.replace('-', '_')}.py"
-        scripts = [repository / folder / file for folder in _FOLDERS]
-        script = next((script for script in scripts if script.exists()), scripts[0])
-        # The Python interpreter as the user typed it
-        return (list(launcher) or [sys.orig_argv[0]]) + [str(script)]
     if launcher:
         return list(launcher) + ["-m", "swinv2_moe", name]
     if sys.orig_argv[1:3] == ["-m", "swinv2_moe"]:
         return sys.orig_argv[:3] + [name]
-    return [program("swinv2-moe"), name]
+    found = program("swinv2-moe")
+    if shutil.which(found) is None:  # not installed here
+        return [sys.orig_argv[0], "-m", "swinv2_moe", name]
+    return [found, name]
 
 
 def program(name: str) -> str:
@@ -204,7 +168,7 @@ def _launcher() -> list[str]:
     if size == "1":
         return []
     if size == os.environ.get("LOCAL_WORLD_SIZE"):
-        return ["torchrun", "--nproc_per_node", size]
+        return [program("torchrun"), "--nproc_per_node", size]
     return ["torchrun", "..."]
 
 

@@ -9,7 +9,6 @@ Every name can be given to --cfg, and to `swinv2-moe detect` those below detecti
 import re
 from pathlib import Path
 
-from swinv2_moe.commands.call import as_started
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.config.load import comment, config_names, find_config
 from swinv2_moe.output import say
@@ -36,7 +35,7 @@ def main() -> None:
     for name in args.names:
         path = find_config(name)
         console.print(path)
-        lines = as_started("\n".join(f"  {line}" for line in comment(path)))
+        lines = "\n".join(f"  {line}" for line in comment(path))
         console.print(*lines.split("\n"))
     if args.names:
         return

@@ -1,12 +1,12 @@
 """Inspect a checkpoint, or convert it from and to the files of other programs.
 
-    python tools/convert_checkpoint.py inspect output/mine
-    python tools/convert_checkpoint.py import swin-moe \\
+    swinv2-moe convert-checkpoint inspect output/mine
+    swinv2-moe convert-checkpoint import swin-moe \\
         swin_moe_small_patch4_window12_192_8expert_32gpu_22k.pth \\
-        --cfg configs/in22k/swin_moe_small_window12_192_8expert.yaml --output output/released
-    python tools/convert_checkpoint.py export swin-moe output/released --ranks 32 \\
+        --cfg in22k/swin_moe_small_window12_192_8expert --output output/released
+    swinv2-moe convert-checkpoint export swin-moe output/released --ranks 32 \\
         --output theirs.pth
-    python tools/convert_checkpoint.py export hub output/mine --output my-model
+    swinv2-moe convert-checkpoint export hub output/mine --output my-model
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Train, test, show and export mmdetection models on data in COCO's format.
 
-    python tools/detect.py train configs/detection/shapes/mask_rcnn.py --output output/shapes
-    python tools/detect.py test configs/detection/shapes/mask_rcnn.py output/shapes --output ap.json
-    python tools/detect.py show configs/detection/shapes/mask_rcnn.py output/shapes \\
+    swinv2-moe detect train detection/shapes/mask_rcnn --output output/shapes
+    swinv2-moe detect test detection/shapes/mask_rcnn output/shapes --output ap.json
+    swinv2-moe detect show detection/shapes/mask_rcnn output/shapes \\
         data/shapes/val --output pictures
-    python tools/detect.py export configs/detection/shapes/mask_rcnn.py output/shapes shapes.pth
-    torchrun --nproc_per_node 8 tools/detect.py train \\
-        configs/detection/cascade_mask_rcnn/base_moe_frozen.py \\
+    swinv2-moe detect export detection/shapes/mask_rcnn output/shapes shapes.pth
+    torchrun --nproc_per_node 8 -m swinv2_moe detect train \\
+        detection/cascade_mask_rcnn/base_moe_frozen \\
         --pretrained output/swin_moe_base_window12_192_32expert
 
 Needs the detection extra, which `make detection` installs. Annotations and images are checked

@@ -1,9 +1,9 @@
 """Accuracy of a checkpoint on its validation images, or on other images of its classes.
 
-    python tools/evaluate.py output/mine
-    python tools/evaluate.py output/mine --capacity-factor 0 --top-k 2 \\
+    swinv2-moe evaluate output/mine
+    swinv2-moe evaluate output/mine --capacity-factor 0 --top-k 2 \\
         --output accuracy.json
-    torchrun --nproc_per_node 8 tools/evaluate.py output/mine --data DIR \\
+    torchrun --nproc_per_node 8 -m swinv2_moe evaluate output/mine --data DIR \\
         --sweep 0.5 0.75 1 1.25 2 0
 
 The model is not compiled; COMPILE is ignored.

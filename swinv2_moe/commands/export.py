@@ -2,10 +2,10 @@
 
 The formats are ONNX and torch.export.
 
-    python tools/export.py output/mine --output output/mine/exported
-    python tools/export.py output/mine --output exported --format onnx --dtype int8 \\
+    swinv2-moe export output/mine --output output/mine/exported
+    swinv2-moe export output/mine --output exported --format onnx --dtype int8 \\
         --images 1000
-    python tools/export.py output/mine --output exported --format onnx torch \\
+    swinv2-moe export output/mine --output exported --format onnx torch \\
         --capacity-factor 0
 """
 

@@ -2,8 +2,8 @@
 
 The images are those of the training, or DIR with train/ and val/, with any classes.
 
-    python tools/few_shot.py output/mine --data DIR
-    torchrun --nproc_per_node 8 tools/few_shot.py output/mine --data DIR \\
+    swinv2-moe few-shot output/mine --data DIR
+    torchrun --nproc_per_node 8 -m swinv2_moe few-shot output/mine --data DIR \\
         --shots 5 --output five_shot.json
 """
 

@@ -1,8 +1,8 @@
 """Write the class map that carries a classifier over to other classes (MODEL.CLASS_MAP), by the
 classes' names.
 
-    python data/make_class_map.py imagenet-22k imagenet-1k --output map22kto1k.txt
-    python data/make_class_map.py output/pretrained my_images --output map.txt
+    swinv2-moe make-class-map imagenet-22k imagenet-1k --output map22kto1k.txt
+    swinv2-moe make-class-map output/pretrained my_images --output map.txt
 
 Line i holds the number, in the pretrained classifier, of class i here; -1 where it had no such
 class, whose row of the classifier then starts anew.

@@ -1,7 +1,7 @@
 """Generate a small dataset for detection: shapes on textures with masks, in COCO's format.
 
-python data/make_shapes.py data/shapes
-python tools/detect.py train configs/detection/shapes/mask_rcnn.py
+swinv2-moe make-shapes data/shapes
+swinv2-moe detect train detection/shapes/mask_rcnn
 """
 
 from pathlib import Path

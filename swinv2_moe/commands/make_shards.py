@@ -1,9 +1,9 @@
 """Make shards of a dataset (tars of the WebDataset format and an index), or index existing tars.
 
-    python data/make_shards.py --data DIR --dataset folder --output SHARDS
-    python data/make_shards.py --data DIR --dataset list --train-list FILE --val-list FILE \\
+    swinv2-moe make-shards --data DIR --dataset folder --output SHARDS
+    swinv2-moe make-shards --data DIR --dataset list --train-list FILE --val-list FILE \\
         --output SHARDS
-    python data/make_shards.py --index SHARDS        for SHARDS/{train,val}/*.tar of other programs
+    swinv2-moe make-shards --index SHARDS        for SHARDS/{train,val}/*.tar of other programs
 
 After an interruption run the same command again. See data/README.md.
 """

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import argcomplete
 
-from swinv2_moe.commands.call import as_started
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument, imported_files
 from swinv2_moe.output import printable
@@ -41,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None = None, **kwargs) -> None:
         super().__init__(
-            description=as_started(description or ""),
+            description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **kwargs,
         )

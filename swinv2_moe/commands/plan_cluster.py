@@ -1,13 +1,13 @@
 """Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU; with a run,
 also the time to its target (docs/explanation/planner.md).
 
-    python tools/plan_cluster.py --nodes 4 --gpus-per-node 8 \\
-        --cfg configs/in22k/swin_moe_base_window12_192_32expert.yaml
-    python tools/plan_cluster.py --nodes 2 --gpus-per-node 8 \\
-        --cfg configs/imagenette_96.yaml --profile h100 --batch-size 64
-    torchrun --nproc_per_node 8 tools/plan_cluster.py --nodes 1 --gpus-per-node 8 --cfg FILE \\
+    swinv2-moe plan-cluster --nodes 4 --gpus-per-node 8 \\
+        --cfg in22k/swin_moe_base_window12_192_32expert
+    swinv2-moe plan-cluster --nodes 2 --gpus-per-node 8 \\
+        --cfg imagenette_96 --profile h100 --batch-size 64
+    torchrun --nproc_per_node 8 -m swinv2_moe plan-cluster --nodes 1 --gpus-per-node 8 --cfg FILE \\
         --profile here --save-profile machine.json
-    python tools/plan_cluster.py output/mine --nodes 4 --gpus-per-node 8 --profile machine.json
+    swinv2-moe plan-cluster output/mine --nodes 4 --gpus-per-node 8 --profile machine.json
 """
 
 from __future__ import annotations

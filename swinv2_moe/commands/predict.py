@@ -1,7 +1,7 @@
 """The classes of pictures that belong to no data set.
 
-    python tools/predict.py output/mine dog.jpg holiday/
-    python tools/predict.py output/mine holiday/ --output predictions.csv --pictures annotated
+    swinv2-moe predict output/mine dog.jpg holiday/
+    swinv2-moe predict output/mine holiday/ --output predictions.csv --pictures annotated
 
 Pictures get the transform of validation. Folders are searched with their subfolders. A picture that
 cannot be read is named on stderr, and the others go on; the exit status is then 1.

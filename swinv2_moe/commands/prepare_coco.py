@@ -1,7 +1,7 @@
 """Lay out and check COCO 2017: unpack archives, link to folders, name missing parts.
 
-    python data/prepare_coco.py DOWNLOADS --output data/coco
-    python data/prepare_coco.py data/coco --decode all         check again, decoding every image
+    swinv2-moe prepare-coco DOWNLOADS --output data/coco
+    swinv2-moe prepare-coco data/coco --decode all         check again, decoding every image
 
 DOWNLOADS holds train2017.zip, val2017.zip and annotations_trainval2017.zip, or the folders in them.
 Nothing is moved or removed. After an interruption run the same command again.

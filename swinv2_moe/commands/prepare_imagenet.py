@@ -1,6 +1,6 @@
 """Unpack the ILSVRC 2012 archives that lie in a directory into its train/<wnid>/ and val/<wnid>/.
 
-    python data/prepare_imagenet.py data/imagenet
+    swinv2-moe prepare-imagenet data/imagenet
 
 torchvision checks the archives' MD5 sums and skips a split whose folder exists.
 """

@@ -8,7 +8,7 @@ from swinv2_moe.commands.call import command_line, next_line, program, resume_co
 from swinv2_moe.commands.options import CommandParser, add_opts_argument
 from swinv2_moe.tables import Console, number_table
 
-CONFIG = "configs/quickstart_digits.yaml"
+CONFIG = "quickstart_digits"
 # With top-1 routing, the dense model has as many active MACs.
 DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 WHAT_DIGITS_SHOW = """\

@@ -2,9 +2,9 @@
 
 The file needs no network. By default it is report.html in the run directory.
 
-    python tools/report.py output/mine
-    python tools/report.py output/mine --compare output/dense --output both.html
-    python tools/report.py output/mine --watch   # during the training
+    swinv2-moe report output/mine
+    swinv2-moe report output/mine --compare output/dense --output both.html
+    swinv2-moe report output/mine --watch   # during the training
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Prints a table and writes roofline.json and roofline.png.
 
-    python tools/roofline.py --cfg configs/quickstart_digits.yaml --output output/roofline
-    python tools/roofline.py --cfg configs/imagenette_96.yaml --data DIR --batch-size 64 \\
+    swinv2-moe roofline --cfg quickstart_digits --output output/roofline
+    swinv2-moe roofline --cfg imagenette_96 --data DIR --batch-size 64 \\
         --output output/roofline
-    torchrun --nproc_per_node 2 tools/roofline.py --cfg configs/quickstart_digits.yaml \\
+    torchrun --nproc_per_node 2 -m swinv2_moe roofline --cfg quickstart_digits \\
         --output output/roofline2
 
 The disk that is measured is that of --output. --opts DATA.DATASET digits needs no data set.

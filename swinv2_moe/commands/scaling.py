@@ -2,9 +2,9 @@
 
 For one release: `sweep` with a plan replaces it.
 
-    python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 --jobs 2 \\
+    swinv2-moe scaling --cfg quickstart_digits --target 97 --seeds 3 --jobs 2 \\
         --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling
-    python tools/scaling.py --cfg configs/quickstart_digits.yaml --target 97 --seeds 3 \\
+    swinv2-moe scaling --cfg quickstart_digits --target 97 --seeds 3 \\
         --batch-sizes 32 128 512 --optimizers adamw lamb=0.1 --output output/scaling --table
 
 Started again, it continues where it stopped; finished runs are not repeated. --table prints the

@@ -3,8 +3,8 @@
 Draws images whose patches have the colour of their expert, heat maps of expert by class, and expert
 load over training. Prints the mutual information of expert and patch in bits.
 
-    python tools/show_routing.py output/mine
-    python tools/show_routing.py output/mine --images holiday/
+    swinv2-moe show-routing output/mine
+    swinv2-moe show-routing output/mine --images holiday/
 
 --images replaces the validation images in the pictures.
 """

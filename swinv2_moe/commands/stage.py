@@ -1,12 +1,12 @@
 """Copy shards to a local disk: every checksum compared, timed, and resumed where it was stopped.
 
-python data/stage.py SHARDS LOCAL
-python tools/train.py --cfg CONFIG --data LOCAL --opts DATA.DATASET shards
+swinv2-moe stage SHARDS LOCAL
+swinv2-moe train --cfg CONFIG --data LOCAL --opts DATA.DATASET shards
 
 On several nodes, started by torchrun with one process on each, a shard is read from SHARDS by one
 node, which sends it to the others:
 
-torchrun --nnodes 4 --nproc-per-node 1 ... data/stage.py SHARDS LOCAL
+torchrun --nnodes 4 --nproc-per-node 1 ... -m swinv2_moe stage SHARDS LOCAL
 """
 
 import os

@@ -1,8 +1,8 @@
 """Train the variants of a plan with several seeds, and compare them in one table.
 
-    python tools/sweep.py --plan configs/ablations/tiny_imagenet.yaml --data DIR \\
+    swinv2-moe sweep --plan configs/ablations/tiny_imagenet.yaml --data DIR \\
         --output output/ablation --transfer OTHER --jobs 2
-    python tools/sweep.py --plan configs/ablations/tiny_imagenet.yaml --output output/ablation \\
+    swinv2-moe sweep --plan configs/ablations/tiny_imagenet.yaml --output output/ablation \\
         --table
 
 Started again, it continues where it stopped; finished runs are not repeated. --table prints the

@@ -2,12 +2,12 @@
 
 All run in interleaved rounds. Prints tables and writes throughput.csv and throughput.png.
 
-    python tools/throughput.py --cfg configs/quickstart_digits.yaml --output output/throughput \\
+    swinv2-moe throughput --cfg quickstart_digits --output output/throughput \\
         --batch-sizes 1 64
-    python tools/throughput.py --cfg FILE --output DIR --mode inference training \\
+    swinv2-moe throughput --cfg FILE --output DIR --mode inference training \\
         --dtypes float32 bfloat16 --capacity-factors 1.25 0 --compile off on
-    python tools/throughput.py --cfg FILE --output DIR --batch-sizes 1 8 --dtypes bfloat16 --graph
-    torchrun --nproc_per_node 8 tools/throughput.py --cfg FILE --output DIR --mode training \\
+    swinv2-moe throughput --cfg FILE --output DIR --batch-sizes 1 8 --dtypes bfloat16 --graph
+    torchrun --nproc_per_node 8 -m swinv2_moe throughput --cfg FILE --output DIR --mode training \\
         --batch-sizes 128
 """
 

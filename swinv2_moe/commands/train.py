@@ -1,9 +1,9 @@
 """Train the model of a configuration.
 
-    python tools/train.py --cfg configs/quickstart_digits.yaml --output output/digits
-    torchrun --nproc_per_node 2 tools/train.py --cfg configs/quickstart_digits.yaml \\
+    swinv2-moe train --cfg quickstart_digits --output output/digits
+    torchrun --nproc_per_node 2 -m swinv2_moe train --cfg quickstart_digits \\
         --output output/digits2
-    python tools/train.py output/digits   # continues it
+    swinv2-moe train output/digits   # continues it
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Pretrain on one folder of images and transfer to another, with experts and dense.
 
-    python tools/workflow.py --output output/workflow
-    python tools/workflow.py --pretrain tiny_imagenet --transfer imagenette --output output/workflow
+    swinv2-moe workflow --output output/workflow
+    swinv2-moe workflow --pretrain tiny_imagenet --transfer imagenette --output output/workflow
 
 Without data, it uses the digits of scikit-learn: 0 to 4 to pretrain, 5 to 9 to transfer. The steps
 are shards, staging, pretraining, fine-tuning and few-shot evaluation. Each is a command, which is

@@ -225,10 +225,12 @@ def read_index(root: str, key: str, name: str = INDEX) -> dict:
         _check_index(index)
     except KeyError as error:
         raise UserError(
-            f"{path}: is not as data/make_shards.py writes it (KeyError: {error})"
+            f"{path}: is not as `swinv2-moe make-shards` writes it (KeyError: {error})"
         ) from error
     except ValueError as error:
-        raise UserError(f"{path}: is not as data/make_shards.py writes it ({error})") from error
+        raise UserError(
+            f"{path}: is not as `swinv2-moe make-shards` writes it ({error})"
+        ) from error
     return index
 
 
@@ -295,14 +297,16 @@ def _check_type(where: str, value: object, kind: type) -> None:
 
 def _why_no_index(root: str) -> str:
     if os.path.exists(os.path.join(root, "plan.json")):
-        return "data/make_shards.py has not finished there; started again as before, it goes on"
+        return (
+            "`swinv2-moe make-shards` has not finished there; started again as before, it goes on"
+        )
     for split in SPLITS:
         if glob.glob(os.path.join(glob.escape(root), split, "*.tar")):
             return (
                 "shards that are being copied have none yet; for other programs' shards,"
-                " data/make_shards.py --index"
+                " `swinv2-moe make-shards --index`"
             )
-    return "data/make_shards.py makes shards"
+    return "`swinv2-moe make-shards` makes shards"
 
 
 def open_split(root: str, split: str, index: dict, arriving: bool = False) -> ShardedImages:

@@ -1,4 +1,4 @@
-"""Run detection from a configuration; tools/detect.py calls these functions."""
+"""Run detection from a configuration; `swinv2-moe detect` calls these functions."""
 
 import argparse
 from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     """Load the weights of a run, a checkpoint or a file into a trunk without head.
 
     Args:
-        source: a run of tools/train.py or tools/detect.py (its newest complete checkpoint is used),
+        source: a run of `train` or `detect` (its newest complete checkpoint is used),
             a checkpoint, a file of `convert_checkpoint.py export single`, or a file of dense
             weights for a dense trunk.
 

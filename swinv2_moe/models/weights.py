@@ -327,7 +327,7 @@ def _head_of_rows(
 
 
 def read_class_map(file: Path) -> list[int]:
-    """Read a class map, such as Swin's map22kto1k.txt or a file of data/make_class_map.py.
+    """Read a class map, such as Swin's map22kto1k.txt or one of `make-class-map`.
 
     It has one line for each class of the model: the number (from 0) of the class in the pretrained
     weights, or -1 if the weights do not have this class.

@@ -79,7 +79,7 @@ def read_staging(data_path: str) -> Staging | None:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"{path} is not what data/stage.py writes ({type(error).__name__}: {error})"
+            f"{path} is not what `swinv2-moe stage` writes ({type(error).__name__}: {error})"
         ) from error
     return staging
 

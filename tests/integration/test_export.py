@@ -303,7 +303,7 @@ def test_the_example_says_what_it_needs(classify, tmp_path):
     assert (done.status, done.out) == (2, "")
     assert "EXPORTED_DIR PICTURE_OR_FOLDER" in done.err
     done = classify(tmp_path, "picture.png")
-    says = f"{tmp_path}: no model.onnx, which tools/export.py --format onnx writes\n"
+    says = f"{tmp_path}: no model.onnx, which `swinv2-moe export --format onnx` writes\n"
     assert done == (1, "", says)
 
 

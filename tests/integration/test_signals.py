@@ -237,22 +237,22 @@ def test_the_command_line(number, data, tmp_path):
     done = stop_command(start_command(data=data, run=run, keys="DATA.NUM_WORKERS 1"), run, number)
     name, step = stopped_at([done], run)
     assert name == number.name
-    python, script, *words = shlex.split(SAYS.search(done.out)[3])
-    assert (python, script) == (sys.executable, "tools/train.py")
+    program, verb, *words = shlex.split(SAYS.search(done.out)[3])
+    assert (Path(program).name, verb) == ("swinv2-moe", "train")
     words += ["DATA.NUM_WORKERS", "0", "TRAIN.MAX_STEPS", str(step + 1)]
-    (again,) = Processes(1, tmp_path, partial(run_script, script, words)).wait()
+    (again,) = Processes(1, tmp_path, partial(run_script, "tools/train.py", words)).wait()
     assert (again.status, again.err) == (0, "")
     assert f"going on from {run}/checkpoints/step-{step:08d}, step {step} " in again.out
     assert [number for number, _ in steps(run)] == list(range(1, step + 2))
 
 
 def test_the_command_to_go_on_has_the_launcher(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tools/train.py"])
+    monkeypatch.setattr("swinv2_moe.commands.call.program", lambda name: name)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for local, options in (("4", "--nproc_per_node 4"), ("2", "...")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         words = resume_command("a.yaml", None, "run", ["SEED", "3"])
-        expected = f"torchrun {options} tools/train.py --cfg a.yaml --output run --resume auto"
+        expected = f"torchrun {options} -m swinv2_moe train --cfg a.yaml --output run --resume auto"
         assert words == f"{expected} --opts SEED 3"
 
 
@@ -268,4 +268,4 @@ def test_the_launcher(number, data, tmp_path):
     assert not [line for line in done.err.splitlines() if line.startswith(("error: ", "[rank"))]
     assert done.status == 1
     assert stopped_at([Outcome(0, done.out, "")], run)[0] == number.name
-    assert "; to go on: torchrun --nproc_per_node 2 tools/train.py --cfg " in done.out
+    assert "torchrun --nproc_per_node 2 -m swinv2_moe train --cfg " in done.out

@@ -63,14 +63,8 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
 
 
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])  # the script is looked up
-    for name, started, line in (
-        ("../tools/train.py", ".venv/bin/python ../tools/train.py", "../tools/few_shot.py"),
-        ("swinv2-moe train", "python3 -m swinv2_moe train", "-m swinv2_moe few-shot"),
-    ):
-        monkeypatch.setattr(sys, "argv", [name])
-        monkeypatch.setattr(sys, "orig_argv", started.split())
-        assert next_line("few-shot", Path("a b")) == f"{started.split()[0]} {line} 'a b'"
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "swinv2_moe", "train"])
+    assert next_line("few-shot", Path("a b")) == "python3 -m swinv2_moe few-shot 'a b'"
 
 
 def test_a_program_beside_python_is_named_so_that_the_shell_finds_it(tmp_path, monkeypatch):

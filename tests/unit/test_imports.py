@@ -88,8 +88,6 @@ def test_the_command_that_goes_on_imports_the_same_files(write, monkeypatch):
     file = write(SQUARED_RELU)
     import_file(str(file))
     assert f"swinv2-moe train --import {file} --cfg c.yaml" in resume_command("c.yaml")
-    monkeypatch.setattr(sys, "argv", ["tools/quickstart.py"])
-    assert f" tools/train.py --import {file} --cfg c.yaml" in resume_command("c.yaml")
 
 
 @pytest.mark.parametrize(

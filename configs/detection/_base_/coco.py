@@ -1,4 +1,4 @@
-# COCO 2017 (data/prepare_coco.py) and Swin's recipe for it (arXiv 2103.14030, section 4.2): 16
+# COCO 2017 (swinv2-moe prepare-coco) and Swin's recipe for it (arXiv 2103.14030, section 4.2): 16
 # images a step, 36
 # epochs, shorter side 480 to 800, half of the images cropped first, AdamW 1e-4 with 0.05 weight
 # decay.

@@ -1,4 +1,4 @@
-# The generated shapes (data/make_shapes.py data/shapes).
+# The generated shapes (swinv2-moe make-shapes data/shapes).
 _base_ = "./runtime.py"
 
 data_root = "data/shapes/"

@@ -1,7 +1,7 @@
 # Cascade Mask R-CNN on SwinV2-B, dense; COCO 2017, 36 epochs.
 #
 #   torchrun --nproc_per_node 8 \
-#       tools/detect.py train configs/detection/cascade_mask_rcnn/base_dense.py \
+#       -m swinv2_moe detect train detection/cascade_mask_rcnn/base_dense \
 #       --pretrained output/swin_moe_base_window12_192_dense
 #
 # Hardware: 8 GPUs of 80 GB, 2 images each. Duration: not measured.

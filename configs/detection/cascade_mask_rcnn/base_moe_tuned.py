@@ -1,7 +1,7 @@
 # Cascade Mask R-CNN on SwinV2-MoE-B, 32 experts, MoE layers tuned too; COCO 2017, 36 epochs.
 #
 #   torchrun --nproc_per_node 8 \
-#       tools/detect.py train configs/detection/cascade_mask_rcnn/base_moe_tuned.py \
+#       -m swinv2_moe detect train detection/cascade_mask_rcnn/base_moe_tuned \
 #       --pretrained output/swin_moe_base_window12_192_32expert
 #
 # Hardware: 8 GPUs of 80 GB, 2 images each. Duration: not measured.

@@ -1,7 +1,7 @@
 # Cascade Mask R-CNN on SwinV2-MoE-S, 8 experts, MoE layers tuned too; COCO 2017, 36 epochs.
 #
 #   torchrun --nproc_per_node 8 \
-#       tools/detect.py train configs/detection/cascade_mask_rcnn/small_moe_tuned.py \
+#       -m swinv2_moe detect train detection/cascade_mask_rcnn/small_moe_tuned \
 #       --pretrained output/swin_moe_small_window12_192_8expert
 #
 # Hardware: 8 GPUs of 32 GB, 2 images each. Duration: not measured.

@@ -1,9 +1,9 @@
 # Mask R-CNN on a small SwinV2-MoE, from random weights, on 92 photographs of COCO: does it learn
 # them by heart?
 #
-#   python tools/detect.py train configs/detection/coco_open/mask_rcnn.py \
+#   swinv2-moe detect train detection/coco_open/mask_rcnn \
 #       --output output/coco_open
-#   python tools/detect.py test configs/detection/coco_open/mask_rcnn.py output/coco_open \
+#   swinv2-moe detect test detection/coco_open/mask_rcnn output/coco_open \
 #       --split train
 #
 # Hardware: one CPU core, 30 minutes of it.

@@ -1,6 +1,6 @@
 # HTC (without its semantic branch) on SwinV2-B, dense; COCO 2017, 36 epochs.
 #
-#   torchrun --nproc_per_node 8 tools/detect.py train configs/detection/htc/base_dense.py \
+#   torchrun --nproc_per_node 8 -m swinv2_moe detect train detection/htc/base_dense \
 #       --pretrained output/swin_moe_base_window12_192_dense
 #
 # Hardware: 8 GPUs of 80 GB, 2 images each. Duration: not measured.

@@ -1,7 +1,7 @@
 # HTC (without its semantic branch) on SwinV2-MoE-S, 8 experts, MoE layers frozen; COCO 2017, 36
 # epochs.
 #
-#   torchrun --nproc_per_node 8 tools/detect.py train configs/detection/htc/small_moe_frozen.py \
+#   torchrun --nproc_per_node 8 -m swinv2_moe detect train detection/htc/small_moe_frozen \
 #       --pretrained output/swin_moe_small_window12_192_8expert
 #
 # Hardware: 8 GPUs of 32 GB, 2 images each. Duration: not measured.

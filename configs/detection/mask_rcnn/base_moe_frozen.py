@@ -1,7 +1,7 @@
 # Mask R-CNN on SwinV2-MoE-B, 32 experts, MoE layers frozen; COCO 2017, 36 epochs.
 #
 #   torchrun --nproc_per_node 8 \
-#       tools/detect.py train configs/detection/mask_rcnn/base_moe_frozen.py \
+#       -m swinv2_moe detect train detection/mask_rcnn/base_moe_frozen \
 #       --pretrained output/swin_moe_base_window12_192_32expert
 #
 # Hardware: 8 GPUs of 80 GB, 2 images each. Duration: not measured.

@@ -1,6 +1,6 @@
 # Mask R-CNN on SwinV2-S, dense; COCO 2017, 36 epochs.
 #
-#   torchrun --nproc_per_node 8 tools/detect.py train configs/detection/mask_rcnn/small_dense.py \
+#   torchrun --nproc_per_node 8 -m swinv2_moe detect train detection/mask_rcnn/small_dense \
 #       --pretrained output/swin_moe_small_window12_192_dense
 #
 # Hardware: 8 GPUs of 32 GB, 2 images each. Duration: not measured.

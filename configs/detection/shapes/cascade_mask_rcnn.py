@@ -1,7 +1,7 @@
 # Cascade Mask R-CNN on a small SwinV2-MoE, from random weights, on 40 generated images of shapes.
 #
-#   python data/make_shapes.py data/shapes
-#   python tools/detect.py train configs/detection/shapes/cascade_mask_rcnn.py \
+#   swinv2-moe make-shapes data/shapes
+#   swinv2-moe detect train detection/shapes/cascade_mask_rcnn \
 #       --output output/cascade
 #
 # Hardware: one CPU core, 13 minutes.

@@ -1,4 +1,4 @@
-"""shards: tars of images and an index, as data/make_shards.py writes them."""
+"""shards: tars of images and an index, as `swinv2-moe make-shards` writes them."""
 
 from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.shards import load_shards

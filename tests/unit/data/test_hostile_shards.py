@@ -49,7 +49,10 @@ def shard(index: dict, number: int = 1) -> dict:
 
 ELSEWHERE = ["../../x.tar", "/etc/x.tar", "a/b.tar", "..", ".", "", "a\0.tar", "a\n.tar"]
 NAMES = [  # names that are none of shards, and what the line says
-    *((name, f"data/make_shards.py writes it ({name!r} is not a plain file") for name in ELSEWHERE),
+    *(
+        (name, f"`swinv2-moe make-shards` writes it ({name!r} is not a plain file")
+        for name in ELSEWHERE
+    ),
     ("members.npy", "'members.npy', which does not end in .tar"),
     (".000000.tar.tmp", "which does not end in .tar"),
     ("000000.tar", "train: 2 shards have the name '000000.tar'"),

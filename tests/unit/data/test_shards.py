@@ -306,7 +306,7 @@ def replace_rows(made: Path, rows: np.ndarray) -> None:
 
 
 INDEX = r"^.*/index\.json: "
-BY_US = INDEX + r"is not as data/make_shards\.py writes it "
+BY_US = INDEX + r"is not as `swinv2-moe make-shards` writes it "
 ROWS, VAL_ROWS = r"^.*/train/members\.npy: ", r"^.*/val/members\.npy: "
 DAMAGES = [  # what is done, what the line says
     (
@@ -356,7 +356,7 @@ DAMAGES = [  # what is done, what the line says
     (lambda made: (made / "index.json").write_text('{"format_version": 1,'), INDEX + "is damaged"),
     (
         lambda made: (made / "index.json").unlink(),
-        r"^DATA\.PATH is '.*': it has no index\.json; .*data/make_shards\.py --index",
+        r"^DATA\.PATH is '.*': it has no index\.json; .*swinv2-moe make-shards --index",
     ),
 ]
 

@@ -241,7 +241,7 @@ def test_a_staging_record_that_cannot_be_read(tmp_path):
     record = tmp_path / "staging.json"
     for text in NO_RECORDS:
         record.write_text(text)
-        with pytest.raises(UserError, match=r"staging.json is not what data/stage.py writes"):
+        with pytest.raises(UserError, match=r"staging.json is not what `swinv2-moe stage` writes"):
             read_staging(str(tmp_path))
     record.unlink()
     os.mkfifo(record)
