@@ -60,10 +60,28 @@ def check_settings(config: CfgNode) -> None:
     Checkpoints with such keys exist, so their configuration is not checked for them.
     """
     _check_keys_of_routing(config)
+    _check_distillation(config)
     class_map = config.MODEL.CLASS_MAP
     if class_map and not config.MODEL.PRETRAINED:
         raise UserError(
             f"MODEL.CLASS_MAP is {class_map!r}: it needs trained weights (MODEL.PRETRAINED)"
+        )
+
+
+def _check_distillation(config: CfgNode) -> None:
+    teacher = config.TRAIN.DISTILL.TEACHER
+    if not teacher:
+        return
+    for key in ("MIXUP", "CUTMIX"):
+        if config.AUG[key]:
+            raise UserError(
+                f"AUG.{key} is {config.AUG[key]}: the outputs of TRAIN.DISTILL.TEACHER are computed"
+                " once for each picture, which cannot be mixed; set AUG.MIXUP 0 AUG.CUTMIX 0"
+            )
+    if config.DATA.STAGE:
+        raise UserError(
+            f"DATA.STAGE is {config.DATA.STAGE!r}: TRAIN.DISTILL.TEACHER reads all shards before"
+            " the first step; copy them before with `swinv2-moe stage`"
         )
 
 

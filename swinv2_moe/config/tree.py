@@ -25,7 +25,13 @@ from swinv2_moe.models.section import (
     trunk_group,
     trunk_of,
 )
-from swinv2_moe.train.section import CheckpointConfig, OptimizerConfig, RunConfig, TrainConfig
+from swinv2_moe.train.section import (
+    CheckpointConfig,
+    DistillConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,7 @@ def groups() -> list[tuple[str, type]]:
         ("MODEL.MOE", MoEConfig),
         ("TRAIN", TrainConfig),
         ("TRAIN.OPTIMIZER", OptimizerConfig),
+        ("TRAIN.DISTILL", DistillConfig),
         ("AUG", AugmentConfig),
         ("TEST", CropConfig),
     ]
@@ -144,10 +151,11 @@ def model_config(config: CfgNode) -> ModelConfig:
 
 
 def train_config(config: CfgNode) -> TrainConfig:
-    """The section TRAIN, with OPTIMIZER and all other keys that a training step needs."""
+    """The section TRAIN, with OPTIMIZER, DISTILL and all other keys that a training step needs."""
     return TrainConfig(
         **_values(config.TRAIN),
         optimizer=OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
+        distill=DistillConfig(**_values(config.TRAIN.DISTILL)),
         augment=_augment(config),
         batch_size=config.DATA.BATCH_SIZE,
         label_smoothing=config.MODEL.LABEL_SMOOTHING,

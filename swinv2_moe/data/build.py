@@ -3,6 +3,7 @@
 import atexit
 import signal
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
@@ -13,10 +14,17 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from swinv2_moe.data.datasets import ImageDataset, collate
-from swinv2_moe.data.samplers import Order, TrainSampler, ValSampler, shard_order
+from swinv2_moe.data.samplers import (
+    ListSampler,
+    Order,
+    TrainSampler,
+    ValSampler,
+    shard_order,
+)
 from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
+from swinv2_moe.data.sources.base import relabelled
 from swinv2_moe.errors import UserError
 
 S = TypeVar("S", bound=Sampler[int])
@@ -36,6 +44,7 @@ class Data:
     train_size: int  # images over all ranks
     val_size: int
     notes: tuple[str, ...] = ()  # messages of the dataset, for the log
+    views: int = 0  # augmentations of each image, in turn; 0: a new one in each epoch
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Choose the order and the augmentation of `epoch` (from 0); call it before each
@@ -44,9 +53,15 @@ class Data:
         The first `skip_steps` batches are skipped without being read, to resume in the middle of an
         epoch. `len(train_loader)` still counts them.
         """
-        self.train_loader.dataset.epoch = epoch
+        self.train_loader.dataset.epoch = self.view_of_epoch(epoch)
         self.train_loader.sampler.epoch = epoch
         self.train_loader.sampler.skip_steps = skip_steps
+
+    def view_of_epoch(self, epoch: int) -> int:
+        """The number of the augmentation in `epoch`."""
+        if self.views:
+            return epoch % self.views
+        return epoch
 
     def order_of_epoch(self, epoch: int) -> np.ndarray:
         """The order in which all ranks together read the training images in `epoch` [N]."""
@@ -94,7 +109,7 @@ def build_data(
         _shard_order(sources.train, config.shard_streams),
     )
     return Data(
-        train_loader=_loader(config, sources.train, sampler, max_tries),
+        train_loader=_loader(config, sources.train, sampler, max_tries, is_train=True),
         val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
         num_classes=num_classes,
         class_names=sources.class_names,
@@ -145,10 +160,45 @@ def _shard_order(source: Source, streams: int) -> Order | None:
     return None
 
 
-def _loader(config: DataConfig, source: Source, sampler: S, max_tries: int = 1) -> "Loader[S]":
+def training_loader(
+    config: DataConfig, dataset: ImageDataset, view: int, indices: Sequence[int]
+) -> "Loader[ListSampler]":
+    """A loader of some images of a training set, in the order of `indices`.
+
+    Args:
+        config: its transform and batch size may differ from those of the training.
+        view: number of the augmentation.
+    """
+    sampler = ListSampler(indices)
+    loader = _loader(config, dataset.source, sampler, dataset.max_tries, is_train=True)
+    loader.dataset.epoch = view
+    return loader
+
+
+def relabel(sources: Sources, numbers: Sequence[int], class_names: list[str]) -> Sources:
+    """The sources with other classes.
+
+    Args:
+        numbers: for each class its number in `class_names`.
+    """
+    splits: list[Source] = []
+    for source in (sources.train, sources.val):
+        if isinstance(source, ShardedImages):
+            splits.append(source.relabelled(numbers))
+        else:
+            splits.append(relabelled(source, numbers))
+    return sources._replace(train=splits[0], val=splits[1], class_names=class_names)
+
+
+def _loader(
+    config: DataConfig,
+    source: Source,
+    sampler: S,
+    max_tries: int = 1,
+    is_train: bool = False,
+) -> "Loader[S]":
     """A loader that starts its workers for each epoch, because they get a copy of the dataset with
     its epoch. torch gives each worker one thread."""
-    is_train = isinstance(sampler, TrainSampler)
     dataset = ImageDataset(source, config, is_train, max_tries)
     num_workers = 0
     if DATASETS[config.dataset].use_workers:

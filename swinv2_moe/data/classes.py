@@ -79,6 +79,71 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
     return ClassMatch(numbers, unknown, missing)
 
 
+def match_all(trained: Sequence[str], names: Sequence[str], where: str) -> list[int]:
+    """The number of each class of the data among the classes of a teacher.
+
+    The classes of ImageNet are matched by WordNet id or by one of their English names.
+
+    Args:
+        trained: names of the teacher's classes.
+        names: names of the data's classes.
+        where: the teacher, for messages.
+
+    Raises:
+        UserError: the teacher does not know a class, or two classes are the same one for it.
+    """
+    by_name = _english_names(trained)
+    numbers = map_classes(trained, names)
+    for i, name in enumerate(names):
+        if numbers[i] == NO_CLASS:
+            numbers[i] = by_name.get(_plain(name), NO_CLASS)
+    unknown = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
+    if unknown and len(trained) == len(names) and are_numbers(trained):
+        return list(range(len(names)))
+    if unknown:
+        raise UserError(
+            f"{where}: does not know {len(unknown):,} of the {len(names):,} classes of the data:"
+            f" {shortened(unknown)}; its {len(trained):,} classes: {shortened(trained)}"
+        )
+    first: dict[int, str] = {}
+    for name, number in zip(names, numbers, strict=True):
+        if number in first:
+            raise UserError(
+                f"{where}: the classes {first[number]!r} and {name!r} of the data are both its"
+                f" class {trained[number]!r}"
+            )
+        first[number] = name
+    return numbers
+
+
+def imagenet_names(num_classes: int) -> list[str]:
+    """The WordNet ids of the ImageNet with so many classes; numbers as text if there is none."""
+    for subset in IMAGENETS:
+        names = ImageNetInfo(subset).label_names()
+        if len(names) == num_classes:
+            return list(names)
+    return [str(number) for number in range(num_classes)]
+
+
+def _english_names(trained: Sequence[str]) -> dict[str, int]:
+    """The number of each English name of WordNet ids. A name of several classes is omitted."""
+    info = ImageNetInfo("imagenet-22k")
+    known = dict(zip(info.label_names(), info.label_descriptions(), strict=True))
+    numbers: dict[str, int] = {}
+    repeated = set()
+    for number, wordnet_id in enumerate(trained):
+        for name in {_plain(part) for part in known.get(wordnet_id, "").split(",")} - {""}:
+            if name in numbers:
+                repeated.add(name)
+            numbers[name] = number
+    return {name: number for name, number in numbers.items() if name not in repeated}
+
+
+def _plain(name: str) -> str:
+    """The name in small letters, with spaces for underscores and hyphens."""
+    return " ".join(_normal(name).casefold().replace("_", " ").replace("-", " ").split())
+
+
 def are_numbers(names: Sequence[str]) -> bool:
     """Whether the names only count the classes, as of a dataset without names."""
     return list(names) == [str(number) for number in range(len(names))]

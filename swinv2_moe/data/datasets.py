@@ -36,12 +36,14 @@ class Sample(NamedTuple):
     image: torch.Tensor  # float32 [C, S, S], normalised
     target: int
     unreadable: list[str]  # paths of unreadable images, in whose place this image is used
+    number: int  # index in the dataset
 
 
 class Batch(NamedTuple):
     images: torch.Tensor  # float32 [B, C, S, S], normalised
     targets: torch.Tensor  # int64 [B]; IGNORE for images that do not count
     unreadable: list[str]  # paths of images that could not be read
+    indices: torch.Tensor | None = None  # int64 [B], of the dataset
 
 
 def collate(samples: list[Sample]) -> Batch:
@@ -49,10 +51,11 @@ def collate(samples: list[Sample]) -> Batch:
     # In a worker, default_collate stacks directly into shared memory.
     images = default_collate([sample.image for sample in samples])
     targets = torch.tensor([sample.target for sample in samples], dtype=torch.int64)
+    indices = torch.tensor([sample.number for sample in samples], dtype=torch.int64)
     unreadable = []
     for sample in samples:
         unreadable += sample.unreadable
-    return Batch(images, targets, unreadable)
+    return Batch(images, targets, unreadable, indices)
 
 
 class ImageDataset(Dataset):
@@ -112,12 +115,12 @@ class ImageDataset(Dataset):
             target = IGNORE
             if not is_padding:
                 target = int(self.source.targets[position])
-            return Sample(self.transform(image), target, unreadable)
+            return Sample(self.transform(image), target, unreadable, index)
         target = IGNORE
         if self.is_train:
             # The training loss does not support IGNORE, and UnreadableImages then stops the run.
             target = int(self.source.targets[index])
-        return Sample(torch.zeros(self.shape), target, unreadable)
+        return Sample(torch.zeros(self.shape), target, unreadable, index)
 
 
 def read_image(source: Source, index: int, mode: str) -> Image.Image | None:

@@ -3,7 +3,7 @@
 N images, W ranks, B images per rank and step, G = B * W images per step over all ranks
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -89,6 +89,19 @@ class TrainSampler(Sampler[int]):
         full_steps = order[: len(self) * self.world_size]
         of_rank = full_steps[self.rank :: self.world_size]  # [num_steps * B]
         yield from of_rank[self.skip_steps * self.batch_size :].tolist()
+
+
+class ListSampler(Sampler[int]):
+    """Reads the images of a list, in its order."""
+
+    def __init__(self, indices: Sequence[int]):
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
 
 
 class ValSampler(Sampler[int]):

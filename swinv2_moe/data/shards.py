@@ -21,6 +21,7 @@ import stat
 import tarfile
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class ShardedImages:
         shards: the checked records of index.json: "name", "images", "bytes", "sha256".
         arriving: shards may still be missing during staging. Reading an image then waits for its
             shard.
+        labels: [classes]: a new target for each target in the shards; None: unchanged.
 
     Raises:
         UserError: members.npy cannot be used.
@@ -76,6 +78,7 @@ class ShardedImages:
         split: str,
         shards: list[dict],
         arriving: bool = False,
+        labels: Sequence[int] | None = None,
     ):
         self.root = root
         self.split = split
@@ -84,21 +87,25 @@ class ShardedImages:
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
         index_file = os.path.join(root, split, "members.npy")
         self.members = _read_members(index_file, int(self.counts.sum()))  # MEMBER [N]
+        self.labels = labels
+        self.targets: np.ndarray = self.members["label"]  # [N]
+        if labels is not None:
+            self.targets = np.asarray(labels)[self.targets]
         # Shard -> file descriptor, the least recently used one first.
         self._files: OrderedDict[int, int] = OrderedDict()
 
     def __reduce__(self):
         """Pickling: a copy in another process opens its own files."""
-        arguments = (self.root, self.split, self.shards, self.arriving)
+        arguments = (self.root, self.split, self.shards, self.arriving, self.labels)
         return ShardedImages, arguments
+
+    def relabelled(self, labels: Sequence[int]) -> "ShardedImages":
+        """These images with a new target for each target."""
+        return ShardedImages(self.root, self.split, self.shards, self.arriving, labels)
 
     def __del__(self):
         for file in getattr(self, "_files", {}).values():
             os.close(file)
-
-    @property
-    def targets(self) -> np.ndarray:
-        return self.members["label"]
 
     def __len__(self) -> int:
         return len(self.members)

@@ -150,7 +150,7 @@ def extract_features(
     model.eval()
     features, targets, unreadable = [], [], []
     with prepared(model), equal_tokens(model):
-        for images, labels, bad in loader:
+        for images, labels, bad, _ in loader:
             with autocast():
                 maps = model.forward_features(images.to(world.device, non_blocking=True))
                 pooled = model.forward_head(maps, pre_logits=True)  # [B, D]

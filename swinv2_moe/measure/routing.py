@@ -274,7 +274,7 @@ def _paint_all(
     data = deployed.data
     parts = []  # one for each batch
     with prepared(model), record_choices(model) as choices:
-        for images, _, unreadable in evaluation_loader(data, source):
+        for images, _, unreadable, _ in evaluation_loader(data, source):
             if must_be_readable and unreadable:
                 raise UserError(f"--images {unreadable[0]}: cannot be read as an image")
             _forward(model, images, deployed)
@@ -303,7 +303,7 @@ def _count(
         record_choices(model) as choices,
         Bar(Console(), "validation images", len(loader)) as bar,
     ):
-        for images, targets, bad in loader:
+        for images, targets, bad, _ in loader:
             images = _forward(model, images, deployed)
             counted = targets >= 0
             pixels = denormalise(images[counted], data.mean, data.std)

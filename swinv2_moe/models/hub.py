@@ -35,7 +35,7 @@ def is_hub_name(pretrained: str) -> bool:
     return pretrained.startswith((_TIMM, _HUB))
 
 
-def fetch_weights(name: str) -> Path:
+def fetch_weights(name: str, key: str = "MODEL.PRETRAINED") -> Path:
     """The file of weights that `name` stands for, from the cache, or else by download.
 
     Processes of one machine that ask for the same file download it once: huggingface_hub locks it.
@@ -43,11 +43,12 @@ def fetch_weights(name: str) -> Path:
     Args:
         name: `timm:NAME`, a pretrained model of timm; or `hf-hub:OWNER/NAME`, perhaps with
             `@REVISION`.
+        key: the key with this name, for messages.
 
     Raises:
         UserError: an unknown name, no connection, no file of weights.
     """
-    repository, revision, files = _location(name)
+    repository, revision, files = _location(name, key)
     for file in files:
         try:
             return Path(hf_hub_download(repository, file, revision=revision, local_files_only=True))
@@ -56,7 +57,7 @@ def fetch_weights(name: str) -> Path:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # messages about retries do not help the user
     try:
-        return _download(name, repository, revision, files)
+        return _download(name, key, repository, revision, files)
     finally:
         logging.set_verbosity(verbosity)
 
@@ -154,7 +155,7 @@ def windows_of_name(name: str) -> list[int]:
     return windows_of_config(timm_config(name))
 
 
-def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
+def _location(name: str, key: str = "MODEL.PRETRAINED") -> tuple[str, str | None, tuple[str, ...]]:
     """Repository, revision and possible files of weights, the best first."""
     if name.startswith(_HUB):
         repository, _, revision = name.removeprefix(_HUB).partition("@")
@@ -169,12 +170,12 @@ def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
         hint = ""
         if similar:
             hint = f"; did you mean timm:{similar[0]}?"
-        raise UserError(f"MODEL.PRETRAINED {name}: timm {timm.__version__} has no such model{hint}")
+        raise UserError(f"{key} {name}: timm {timm.__version__} has no such model{hint}")
     if not config.hf_hub_id:
         reason = "has no weights of it at the hub"
         if config.url:
-            reason += f"; download {config.url} and set MODEL.PRETRAINED to its path"
-        raise UserError(f"MODEL.PRETRAINED {name}: timm {reason}")
+            reason += f"; download {config.url} and set {key} to its path"
+        raise UserError(f"{key} {name}: timm {reason}")
     repository, _, revision = config.hf_hub_id.partition("@")
     files: tuple[str, ...] = _FILES
     if config.hf_hub_filename:
@@ -182,26 +183,31 @@ def _location(name: str) -> tuple[str, str | None, tuple[str, ...]]:
     return repository, revision or None, files
 
 
-def _download(name: str, repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _download(
+    name: str, key: str, repository: str, revision: str | None, files: tuple[str, ...]
+) -> Path:
     for file in files:
         try:
             return Path(hf_hub_download(repository, file, revision=revision))
         except LocalEntryNotFoundError as error:
-            raise UserError(_advice(name, repository, revision, "no connection")) from error
+            raise UserError(_advice(name, key, repository, revision, "no connection")) from error
         except EntryNotFoundError:
             continue
         except (OSError, ValueError) as error:  # raised for requests, for the disk and for the name
             reason = one_line(str(error))
-            raise UserError(_advice(name, repository, revision, reason)) from error
-    raise UserError(f"MODEL.PRETRAINED {name}: {repository} has no file {' or '.join(files)}")
+            raise UserError(_advice(name, key, repository, revision, reason)) from error
+    raise UserError(f"{key} {name}: {repository} has no file {' or '.join(files)}")
 
 
-def _advice(name: str, repository: str, revision: str | None, reason: str) -> str:
+def _advice(name: str, key: str, repository: str, revision: str | None, reason: str) -> str:
     """A message that says which file to get, and where to put it."""
     url = f"{constants.ENDPOINT}/{repository}/resolve/{revision or 'main'}/{_FILES[0]}"
+    form = "the file's path"
+    if key != "MODEL.PRETRAINED":
+        form = "timm:NAME@PATH"
     folder = f"models--{repository.replace('/', '--')}"
     return (
-        f"MODEL.PRETRAINED {name}: its weights are not in the cache and cannot be downloaded"
-        f" ({reason}); download {url} where there is a network and set MODEL.PRETRAINED to the"
-        f" file's path, or copy {folder} from another machine's cache into {constants.HF_HUB_CACHE}"
+        f"{key} {name}: its weights are not in the cache and cannot be downloaded"
+        f" ({reason}); download {url} where there is a network and set {key} to"
+        f" {form}, or copy {folder} from another machine's cache into {constants.HF_HUB_CACHE}"
     )

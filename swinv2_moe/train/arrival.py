@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
+from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json
 from swinv2_moe.tables import Bar, Console
@@ -90,6 +91,7 @@ def load_data(
     start: Checkpoint | None,
     stack: ExitStack,
     check_images: bool = False,
+    with_classes: Callable[[Sources], Sources] | None = None,
 ) -> tuple[Data, Staging | None]:
     """The data, and the record of an earlier staging.
 
@@ -97,6 +99,7 @@ def load_data(
         start: the checkpoint that the run continues from.
         stack: an exit stack, which ends the staging that DATA.STAGE asks for.
         check_images: whether to read every image now.
+        with_classes: changes the classes of the images; None: they stay.
 
     Raises:
         UserError: on every rank, if the data cannot be used on any rank; also what
@@ -109,6 +112,8 @@ def load_data(
         sources = None
         if background is not None:
             sources = background.sources()
+        if with_classes is not None:
+            sources = with_classes(sources or load_sources(config))
         return build_data(config, world.rank, world.size, sources)
 
     data = world.everywhere(load)

@@ -220,6 +220,24 @@ def open_deployed(
         yield Deployed(world, source, config)
 
 
+def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -> Deployed:
+    """The best checkpoint of a run, or a checkpoint, on this process alone.
+
+    Args:
+        opts: KEY VALUE ... over the checkpoint's configuration.
+        name: the key that gives `run`, for messages.
+
+    Raises:
+        UserError: there is no complete checkpoint.
+    """
+    alone = World(0, 1, device)
+    path, _ = checkpoint.select_checkpoint(run)
+    source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
+    if source is None:  # a directory named "auto"
+        raise UserError(f"{name} {run}: name a checkpoint or a run")
+    return Deployed(alone, source, _configuration(source, None, None, opts, 1))
+
+
 def check_capacity_factor(option: str, factor: float, layer: MoEConfig) -> None:
     """Check that the capacity factor of an option has an effect on the layers in evaluation.
 

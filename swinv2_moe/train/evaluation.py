@@ -116,7 +116,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple[Batch, Tensor]]:
     """Each batch, on the device, and its logits, float32 [B, C]."""
-    for images, targets, unreadable in loader:
+    for images, targets, unreadable, _ in loader:
         images, targets = (
             images.to(world.device, non_blocking=True),
             targets.to(world.device, non_blocking=True),

@@ -16,6 +16,7 @@ from swinv2_moe.models import MoEModel, frozen_moe
 from swinv2_moe.tables import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import Stopped, StopSignal, World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
@@ -53,11 +54,13 @@ class Trainer:
         data: Data,
         model: MoEModel,
         phases: PhaseTimes | None = None,
+        distillation: Distillation | None = None,
     ) -> None:
         """Create the trainer of a new run.
 
         Args:
             phases: times of this process since the program began; None: measured from now on.
+            distillation: the teacher and its outputs; None: the labels alone are learned.
         """
         if phases is None:
             phases = PhaseTimes()
@@ -66,7 +69,10 @@ class Trainer:
         self.data = data
         self.stop = StopSignal()
         self.stopped_by: str | None = None  # the signal that ended the run
-        self.step = TrainingStep(config.train, world, model, data.num_classes, self.stop)
+        self.distillation = distillation
+        self.step = TrainingStep(
+            config.train, world, model, data.num_classes, self.stop, distillation
+        )
         accumulation = config.train.accumulation_steps
         self.progress = Progress(
             epochs=config.train.epochs,
@@ -122,7 +128,8 @@ class Trainer:
                     self._train_and_validate(recorder, saver)
         except Stopped as stopped:
             self.stopped_by = str(stopped)
-            self.save(saver)
+            if self.progress.step:  # the teacher computes before the first step
+                self.save(saver)
         with self.phases.phase("saving"):
             saver.close()
 
@@ -189,6 +196,10 @@ class Trainer:
         """Train the remaining steps of this epoch."""
         progress = self.progress
         accumulation = self.config.train.accumulation_steps
+        if self.distillation is not None:
+            view = self.data.view_of_epoch(progress.epoch)
+            with self.phases.phase("data"):
+                self.distillation.prepare(view, recorder, self._check_stop)
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
         self.step.wrapped.train()
         loader = Batches(self.data.train_loader, accumulation, self.phases)
@@ -286,6 +297,9 @@ class Trainer:
             "data_wait": max(self.world.gather(data_wait)),
             "memory_bytes": peak_memory(self.world.device),
         }
+        if result.label_loss is not None and result.teacher_loss is not None:
+            values["label_loss"] = mean_over_ranks(self.world, result.label_loss)
+            values["teacher_loss"] = mean_over_ranks(self.world, result.teacher_loss)
         if step.noise.value is not None:
             values["noise_scale"] = step.noise.value
         if step.scaler.enabled:

@@ -9,17 +9,20 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from swinv2_moe.config import (
+    AllSections,
     all_sections,
     flatten,
     resolve_batch_size,
     run_config,
 )
+from swinv2_moe.data.build import Data
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start, differing_versions
-from swinv2_moe.train.arrival import load_data, read_staging
+from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
@@ -37,6 +40,7 @@ from swinv2_moe.train.run_report import (
     summarize,
 )
 from swinv2_moe.train.saver import Saver
+from swinv2_moe.train.teacher import open_teacher
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
@@ -89,7 +93,7 @@ def train(
         source = starting_point(root, resume, config, world)
         config, taken_over = as_trained(config, source, world)
         sections, amp_note = without_slow_amp(all_sections(config), world)
-        data, staging = load_data(sections.data, world, source, stack, check_images)
+        data, staging, teacher = _open_data(sections, world, source, stack, check_images)
         group = expert_group(sections.model.experts, world)
         size = measure_model(sections.model, data.num_classes)
         seed_everything(run.seed)  # the same weights on any number of ranks
@@ -97,7 +101,7 @@ def train(
         if source is None:
             notes = load_pretrained(sections.model, model, world, run.seed, data.class_names)
             data = replace(data, notes=data.notes + notes)
-        trainer = Trainer(sections, world, data, model, phases)
+        trainer = Trainer(sections, world, data, model, phases, teacher)
         if source is not None:
             trainer.resume(source)
         was_finished = trainer.progress.finished
@@ -123,6 +127,26 @@ def train(
     if trainer.stopped_by:
         return None
     return summary
+
+
+def _open_data(
+    sections: AllSections,
+    world: World,
+    source: Checkpoint | None,
+    stack: ExitStack,
+    check_images: bool,
+) -> tuple[Data, Staging | None, Distillation | None]:
+    """The data, the record of an earlier staging, and the teacher, if any. Collective."""
+    config = sections.train.distill
+    teacher = open_teacher(config, world)
+    with_classes = None
+    if teacher is not None and config.classes == "teacher":
+        with_classes = teacher.relabel
+    data, staging = load_data(sections.data, world, source, stack, check_images, with_classes)
+    if teacher is None:
+        return data, staging, None
+    data = replace(data, views=config.views)
+    return data, staging, Distillation(sections, world, data, teacher)
 
 
 def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, root: Path) -> None:

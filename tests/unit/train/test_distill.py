@@ -1,0 +1,236 @@
+"""Distillation: the teacher's loss, its outputs on disk, and runs that are interrupted."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from run_cases import interrupt_at, weights_of
+from safetensors.torch import save_file
+
+from swinv2_moe.config import all_sections
+from swinv2_moe.data.build import build_data, training_loader
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import distill, teacher
+from swinv2_moe.train.distill import Distillation
+from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.run import train
+from swinv2_moe.train.step import distillation_loss
+
+CHUNKS = 5  # of 32 images, for 160 digits
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    """A small teacher of ten classes."""
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("teacher") / "teacher.safetensors"
+    save_file(timm.create_model("test_resnet", num_classes=10).state_dict(), file)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(distill, "CHUNK", 32)
+
+
+@pytest.fixture
+def config_of(make_config, weights, tmp_path):
+    """`config_of("run", {"KEY": value})`: a run with the teacher; two views in three epochs."""
+
+    def make(name: str, keys: dict[str, object] | None = None):
+        own = {
+            "TRAIN.DISTILL.TEACHER": f"timm:test_resnet@{weights}",
+            "TRAIN.DISTILL.IMG_SIZE": 32,
+            "TRAIN.DISTILL.VIEWS": 2,
+            "TRAIN.DISTILL.CACHE": tmp_path / "cache",
+            "TRAIN.EPOCHS": 3,
+            "AUG.MIXUP": 0,
+            "AUG.CUTMIX": 0,
+        }
+        return make_config(tmp_path / name, own | (keys or {}))
+
+    return make
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[int]:
+    """The number of images in each batch of the teacher."""
+    original, sizes = Distillation._outputs, []
+
+    def outputs(self, images):
+        sizes.append(len(images))
+        return original(self, images)
+
+    monkeypatch.setattr(Distillation, "_outputs", outputs)
+    return sizes
+
+
+def files_of(cache: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*.f16")}
+
+
+def test_the_loss_is_the_divergence():
+    logits, taught = torch.randn(2, 6, 5)
+    p, q = (taught / 3).softmax(1), (logits / 3).softmax(1)
+    expected = 9 * (p * (p / q).log()).sum(1).mean()
+    torch.testing.assert_close(distillation_loss(logits, taught, 3.0), expected)
+    # as cross entropy with soft targets, except for a constant
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(distillation_loss(logits, taught, 1.0), logits)
+    (other,) = torch.autograd.grad(F.cross_entropy(logits, taught.softmax(1)), logits)
+    torch.testing.assert_close(gradient, other)
+
+
+def test_outputs_are_computed_once_and_shared(config_of, computed, tmp_path, capsys, read_metrics):
+    summary = train(config_of("first"))
+    assert computed == [32] * 2 * CHUNKS
+    assert summary["teacher_hit_rate"] == pytest.approx(1 / 3)
+    assert summary["teacher_cache_bytes"] == 2 * (160 * 10 * 2 + CHUNKS * 32)
+    steps, _ = read_metrics(tmp_path / "first")
+    aux = 0.01 * steps[0]["aux_loss"]
+    parts = 0.1 * steps[0]["label_loss"] + 0.9 * steps[0]["teacher_loss"]
+    assert steps[0]["loss"] == pytest.approx(parts + aux, rel=1e-5)
+    computed.clear()
+    train(config_of("second"))
+    assert computed == []
+    assert "view 1 of 2: 100% of 160 outputs were in the cache" in capsys.readouterr().out
+    assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
+
+
+def test_outputs_are_of_the_same_pictures(config_of, weights, tmp_path):
+    train(config_of("run", {"TRAIN.MAX_STEPS": 1, "DATA.INTERPOLATION": "random"}))
+    config = all_sections(config_of("other", {"DATA.INTERPOLATION": "random"}))
+    data = build_data(config.data)
+    data.set_epoch(0)
+    model = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(weights)).eval()
+    assert model.pretrained_cfg["mean"] != config.data.mean
+    small = training_loader(config.data, data.train_loader.dataset, 0, range(4))
+    large = data.train_loader.dataset
+    own = torch.stack([large[index].image for index in range(4)])
+    torch.testing.assert_close(own, next(iter(small)).images)
+    (file,) = (path for path in tmp_path.rglob("000000.f16"))
+    rows = np.frombuffer(file.read_bytes()[:-32], "<f2").reshape(32, 10)
+    assert np.isfinite(rows).all()
+
+
+def test_a_killed_run_goes_on_bit_for_bit(config_of, computed, tmp_path, monkeypatch):
+    train(config_of("whole", {"TRAIN.DISTILL.CACHE": tmp_path / "other"}))
+    write = distill.OutputCache.write
+
+    def write_twice(self, view, chunk, rows):
+        if chunk == 2:
+            raise KeyboardInterrupt
+        write(self, view, chunk, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.OutputCache, "write", write_twice)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of("run"))
+    computed.clear()
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 8)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of("run"), resume="auto")
+    assert sum(computed) == 96 + 160
+    assert len(computed) == 3 + 5
+    train(config_of("run"), resume="auto")
+    assert sum(computed) == 96 + 160
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+    (one,), (other,) = ((tmp_path / name).iterdir() for name in ("cache", "other"))
+    assert files_of(one) == files_of(other)
+
+
+def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys):
+    train(config_of("whole", {"TRAIN.DISTILL.CACHE": tmp_path / "other"}))
+    check, calls = Trainer._check_stop, []
+
+    def check_stop(self):
+        calls.append(1)
+        if len(calls) == 3:
+            self.stop.received = "SIGTERM"
+        check(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_check_stop", check_stop)
+        assert train(config_of("run")) is None
+    assert "SIGTERM: stopped after step 0; to go on" in capsys.readouterr().out
+    assert len(files_of(tmp_path / "cache")) == 2
+    assert train(config_of("run"), resume="auto")["steps"] == 15
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+def test_damaged_files_are_computed_again(config_of, computed, tmp_path, capsys):
+    train(config_of("first", {"TRAIN.EPOCHS": 2}))
+    before = files_of(tmp_path / "cache")
+    first, second = (
+        sorted(path for path in (tmp_path / "cache").rglob(f"view-000{view}/*.f16"))
+        for view in (0, 1)
+    )
+    content = bytearray(first[1].read_bytes())
+    content[7] ^= 1
+    first[1].write_bytes(content)
+    first[2].write_bytes(first[2].read_bytes()[:-1])
+    first[3].write_bytes(second[3].read_bytes())  # of another view
+    first[4].unlink()
+    computed.clear()
+    train(config_of("second", {"TRAIN.EPOCHS": 2}))
+    out = capsys.readouterr().out
+    assert "part 1 of view 0 is damaged (its checksum differs); it is computed again" in out
+    assert "part 2 of view 0 has another size; it is computed again" in out
+    assert "part 3 of view 0 is damaged" in out
+    assert "part 4" not in out
+    assert sum(computed) == 4 * 32
+    assert files_of(tmp_path / "cache") == before
+    assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shared"),
+    [
+        ({"TRAIN.DISTILL.VIEWS": 5, "TRAIN.DISTILL.TEMPERATURE": 1, "AUG.REPROB": 0.1}, True),
+        ({"DATA.MEAN": [0.1, 0.1, 0.1], "MODEL.SWINV2.EMBED_DIM": 8, "DATA.BATCH_SIZE": 16}, True),
+        ({"SEED": 1}, False),
+        ({"AUG.HFLIP": 0.25}, False),
+        ({"TRAIN.DISTILL.IMG_SIZE": 48}, False),
+    ],
+)
+def test_what_the_outputs_depend_on(config_of, tmp_path, computed, keys, is_shared):
+    train(config_of("first", {"TRAIN.MAX_STEPS": 1}))
+    computed.clear()
+    train(config_of("second", {"TRAIN.MAX_STEPS": 1} | keys))
+    assert (computed == []) == is_shared
+    assert len(list((tmp_path / "cache").iterdir())) == 2 - is_shared
+
+
+def test_a_run_as_teacher(config_of, make_config, tmp_path, computed):
+    train(make_config(tmp_path / "own"))
+    summary = train(config_of("run", {"TRAIN.DISTILL.TEACHER": tmp_path / "own"}))
+    assert summary["teacher"] == str(tmp_path / "own")
+    (record,) = (tmp_path / "cache").rglob("teacher.json")
+    assert json.loads(record.read_text())["input"][1] == 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"TRAIN.DISTILL.TEACHER": "nowhere"}, "no such directory; other teachers: timm:NAME,"),
+        ({"TRAIN.DISTILL.TEACHER": "timm:no_model@x.pth"}, "has no model 'no_model'"),
+        ({"TRAIN.DISTILL.TEACHER": "timm:test_resnet@x.pth"}, "weights x.pth: no such file"),
+        ({"TRAIN.DISTILL.TEACHER": "timm:test_vit@{}"}, "its weights do not fit test_vit"),
+        ({"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"}, "pip install 'swinv2-moe\\[teacher\\]'"),
+        ({"TRAIN.DISTILL.CACHE": "{}/cache"}, "cannot be made"),
+        ({"AUG.MIXUP": 0.2}, "AUG.MIXUP is 0.2: .* cannot be mixed"),
+        ({"AUG.CUTMIX": 1.0}, "AUG.CUTMIX is 1.0: .* cannot be mixed"),
+        ({"TRAIN.DISTILL.WEIGHT": 1.5}, "it must be between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_used(config_of, weights, tmp_path, monkeypatch, keys, message):
+    monkeypatch.setattr(teacher, "_PACKAGE", "no_such_package")
+    keys = {key: str(value).format(weights) for key, value in keys.items()}
+    with pytest.raises(UserError, match=message):
+        train(config_of("run", keys))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
