@@ -1,6 +1,7 @@
 """Trainers of a small model on the digits, for tests on several ranks."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from swinv2_moe.data.build import build_data
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.loop import Trainer, mean_over_ranks
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.step import TrainingStep
+from swinv2_moe.train.teacher import open_teacher
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
 # Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on
@@ -34,6 +37,17 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
     config, world = _sections(size, options), _world(rank, size)
     data = build_data(config.data, rank, size)
     return Trainer(config, world, data, _model(config, world, data.num_classes))
+
+
+def make_distilled(rank: int, size: int, options: str) -> Trainer:
+    """As `make_trainer`, with the teacher that the options name."""
+    config, world = _sections(size, options), _world(rank, size)
+    teacher = open_teacher(config.train.distill, world)
+    assert teacher is not None
+    data = replace(build_data(config.data, rank, size), views=config.train.distill.views)
+    distillation = Distillation(config, world, data, teacher)
+    model = _model(config, world, data.num_classes)
+    return Trainer(config, world, data, model, distillation=distillation)
 
 
 def make_step(rank: int, size: int, options: str = "") -> TrainingStep:
