@@ -1,5 +1,5 @@
 """Hooks of mkdocs.yml: documents also link to files that the site does not have, and the fields of
-dataclasses have meanings."""
+dataclasses and named tuples have meanings."""
 
 import ast
 import re
@@ -53,10 +53,11 @@ def field_meanings(source: str) -> dict[str, str]:
 
 
 class FieldComments(griffe.Extension):
-    """Shows the meanings of a dataclass's fields as their descriptions."""
+    """Shows the meanings of the fields of dataclasses and named tuples as their descriptions."""
 
     def on_class(self, *, cls: griffe.Class, **_) -> None:
-        if not any("dataclass" in str(decorator.value) for decorator in cls.decorators):
+        is_dataclass = any("dataclass" in str(decorator.value) for decorator in cls.decorators)
+        if not is_dataclass and "NamedTuple" not in map(str, cls.bases):
             return
         for name, comment in field_meanings(cls.source).items():
             field = cls.members.get(name)

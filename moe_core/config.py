@@ -265,10 +265,10 @@ def _check(name: str, value: Any, kind: object, allowed: Option) -> None:
 class ExpertShard(NamedTuple):
     """The experts of a rank, and the rank's part of their hidden dim and output bias."""
 
-    first_expert: int
-    num_experts: int
-    part: int
-    num_parts: int
+    first_expert: int  # number of the rank's first expert
+    num_experts: int  # experts of the rank; 1 where several ranks share an expert
+    part: int  # the rank's part of its expert, from 0
+    num_parts: int  # ranks that share an expert
 
 
 ROUTING_CHOICES = {

@@ -26,15 +26,12 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Elements and messages that one rank sends to other ranks, averaged over the ranks.
+    """Elements and messages that one rank sends to other ranks, averaged over the ranks."""
 
-    `intra` is inside a node, `inter` between nodes.
-    """
-
-    intra: float = 0.0
-    inter: float = 0.0
-    intra_messages: int = 0
-    inter_messages: int = 0
+    intra: float = 0.0  # elements inside a node
+    inter: float = 0.0  # elements between nodes
+    intra_messages: int = 0  # messages inside a node
+    inter_messages: int = 0  # messages between nodes
 
     @property
     def elements(self) -> float:
@@ -69,9 +66,9 @@ class ExchangeCost:
 class Machine:
     """One rank of a cluster, with links inside its node (`intra`) and between nodes (`inter`)."""
 
-    name: str
-    intra: Link
-    inter: Link
+    name: str  # in tables and profiles
+    intra: Link  # between ranks of a node
+    inter: Link  # between nodes
     flops: float  # FLOP/s that large products reach in bf16 or fp16
     flops_fp32: float  # the same in fp32, for the router, and for experts without mixed precision
     memory_bandwidth: float  # bytes/s

@@ -54,6 +54,7 @@ class TunerEvent:
     Attributes:
         kind: "decided": a search ended; "drift": a search started again; "time": the time of a
             decided strategy in the window before a check.
+        key: the shape of the call and its phase, for which one strategy is decided.
         before: the strategy before the event; None before the first decision.
         after: the strategy after the event.
         seconds: the time of one call with `after`. For "decided" it includes the backward pass in

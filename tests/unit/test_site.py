@@ -2,6 +2,7 @@
 nothing is loaded from elsewhere."""
 
 import html
+import inspect
 import os
 import re
 import subprocess
@@ -89,6 +90,20 @@ def test_every_field_of_a_layers_configuration_is_described(site):
         meaning = option.meaning.replace("`", "").split(";")[0]
         assert meaning, name
         assert meaning in " ".join(shown.split()), name
+
+
+@pytest.mark.parametrize("module", API_PAGES, ids=lambda module: module.__name__)
+def test_every_field_of_a_public_class_is_described(site, module):
+    text = (site / "reference" / API_PAGES[module].replace(".md", ".html")).read_text()
+    classes = [getattr(module, name) for name in module.__all__]
+    for owner in filter(inspect.isclass, classes):
+        names = getattr(owner, "_fields", None) or getattr(owner, "__dataclass_fields__", ())
+        _, _, entry = text.partition(f'id="{module.__name__}.{owner.__name__}"')
+        for name in names:
+            in_table = re.search(rf"<td>\s*<code>(?:<span [^>]*>)?{name}<", entry)
+            _, _, field = entry.partition(f'id="{module.__name__}.{owner.__name__}.{name}"')
+            described = "<p>" in field.partition('class="doc doc-object doc-')[0]
+            assert in_table or described, f"{owner.__name__}.{name}"
 
 
 @pytest.mark.parametrize("module", API_PAGES, ids=lambda module: module.__name__)

@@ -21,7 +21,7 @@ class RoutingScores(NamedTuple):
     noisy: Tensor  # [T, E] with noise: experts are chosen by these
     probs: Tensor  # [T, E] softmax of `noisy`
     expert_ids: Tensor  # [T, K] int64
-    noise_std: float
+    noise_std: float  # standard deviation of the noise, for the load loss
 
 
 def add_noise(logits: Tensor, noise: Tensor | None, noise_std: float) -> Tensor:
