@@ -21,7 +21,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context without autocast on the device of x."""
     device = x.device.type
     # Not torch.amp.is_autocast_available, because torch.compile cannot trace it.
-    if device == "meta":
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
 

@@ -75,7 +75,8 @@ class TokenChoice:
         logits = logits_of(call.router, tokens, config)
         with without_autocast(tokens):
             routing = route(logits, config, call.top_k, call.training, reduce, call.balance)
-        if call.batch_prioritized:
+        may_drop = isinstance(call.capacity_factor, Tensor) or call.capacity_factor != 0
+        if call.batch_prioritized and may_drop:
             routing = routing._replace(priority=routing.probs.detach().amax(1))
         inputs = tokens
         if routing.inputs is not None:

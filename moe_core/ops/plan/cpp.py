@@ -25,7 +25,7 @@ def make_plan(
     expert_ids = expert_ids.contiguous()
     order, order_stride = None, 0
     if priority is not None:
-        order = priority.t().argsort(descending=True, stable=True).contiguous()
+        order = _descending(priority.t())
         if order.dim() == 2:  # [K, T]; with [T] every k has the same order
             order_stride = num_tokens
     kept, most = None, num_tokens * top_k
@@ -44,3 +44,15 @@ def make_plan(
             f" ({num_rows}) at least the number of choices that are kept"
         )
     return choices, offsets, slots, kept, counts
+
+
+def _descending(priority: Tensor) -> Tensor:
+    """The stable descending order of each row of `priority` [T] or [K, T]."""
+    if priority.dtype != torch.float32:
+        return priority.argsort(descending=True, stable=True).contiguous()
+    priority = priority.contiguous()
+    order = torch.empty_like(priority, dtype=torch.int64)
+    num_tokens = priority.shape[-1]
+    num_rows = priority.numel() // max(num_tokens, 1)
+    call("descending", (priority, order), (num_rows, num_tokens))
+    return order

@@ -3,6 +3,8 @@ one, number for number."""
 
 # T tokens, E experts, K top-k, N rows
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -157,6 +159,18 @@ def test_plan_with_a_capacity_on_the_device_and_a_priority_for_each_choice(data)
     capacity = torch.tensor(data.draw(st.integers(0, 30)))
     priority = torch.randint(5, ids.shape, generator=generator)
     assert_same_plan(ids, num_experts, capacity, priority)
+
+
+@needs_cpp
+@pytest.mark.parametrize("shape", [(700,), (300, 3), (0,)])
+def test_a_priority_in_fp32_orders_as_a_stable_sort(shape):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-40, -3.0, 0.7])
+    values = torch.cat([values, torch.randn(60, generator=generator)])
+    priority = values[torch.randint(len(values), shape, generator=generator)]
+    ids = torch.randint(4, (shape[0], 1), generator=generator).repeat(1, priority[:1].numel() or 1)
+    for one in (priority, priority.nan_to_num(0)):
+        assert_same_plan(ids, 4, 40, one)
 
 
 @needs_cpp
