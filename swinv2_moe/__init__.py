@@ -64,7 +64,7 @@ class _AfterTimm(MetaPathFinder):
                 # A module of ours that imports timm is not ready yet. `models.build`, which
                 # whoever builds a model imports, registers then.
                 ours = {name for name in sys.modules if name.startswith("swinv2_moe.models.")}
-                if ours <= {"swinv2_moe.models.section"}:
+                if ours <= {"swinv2_moe.models.section", "swinv2_moe.models.bundled"}:
                     importlib.import_module("swinv2_moe.models.api")
 
             spec.loader.exec_module = load_and_register  # type: ignore[method-assign]

@@ -134,7 +134,7 @@ def next_line(name: str, *words: object) -> str:
 
 
 def resume_command(
-    cfg: str,
+    cfg: str | None,
     data: str | None = None,
     output: str | None = None,
     opts: Sequence[str] = (),
@@ -143,15 +143,20 @@ def resume_command(
     """The command line that continues a training, with this process's launcher and --import files.
 
     Args:
-        cfg, data, output, opts: arguments of the training.
+        cfg, data, output, opts: arguments of the training; `cfg` None: the run directory `output`
+            holds all of them.
         bind: value of --bind.
     """
-    words = command_line("train", _launcher()) + import_arguments() + ["--cfg", cfg]
-    if data:
-        words += ["--data", data]
-    if output:
-        words += ["--output", output]
-    words += ["--resume", "auto"]
+    words = command_line("train", _launcher()) + import_arguments()
+    if cfg is None:
+        words += [str(output)]
+    else:
+        words += ["--cfg", cfg]
+        if data:
+            words += ["--data", data]
+        if output:
+            words += ["--output", output]
+        words += ["--resume", "auto"]
     if bind != "auto":
         words += ["--bind", bind]
     if opts:

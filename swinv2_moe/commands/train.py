@@ -1,5 +1,6 @@
-"""Train the model of a configuration.
+"""Fine-tune a model on a folder of pictures, or train the model of a configuration.
 
+    swinv2-moe train --data photos   # photos/train/CLASS/, photos/val/CLASS/ or photos/CLASS/
     swinv2-moe train --cfg quickstart_digits --output output/digits
     torchrun --nproc_per_node 2 -m swinv2_moe train --cfg quickstart_digits \\
         --output output/digits2
@@ -10,6 +11,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from yacs.config import CfgNode
 
@@ -23,6 +25,9 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import say
 
+if TYPE_CHECKING:
+    from swinv2_moe.train.defaults import Choice
+
 
 def config_from(args: argparse.Namespace) -> CfgNode:
     """The checked configuration from the arguments."""
@@ -31,6 +36,22 @@ def config_from(args: argparse.Namespace) -> CfgNode:
     if args.output == "":
         raise UserError("--output is empty, it must be a directory")
     return load_config(args.cfg, args.opts, data=args.data, output=args.output)
+
+
+def choice_for(args: argparse.Namespace) -> "Choice | None":
+    """What is chosen for the folder --data; None if --output has a run, which then continues."""
+    from swinv2_moe.train.defaults import choose, output_for
+
+    if args.output == "":
+        raise UserError("--output is empty, it must be a directory")
+    output = args.output or output_for(args.data)
+    if args.resume == "auto" and Path(output, "config.yaml").is_file():
+        args.run, args.output, args.resume = output, None, None
+        continue_run(args)
+        return None
+    if args.resume not in (None, "auto"):
+        raise UserError(f"--resume {args.resume}: needs the --cfg that its run was trained with")
+    return choose(args.data, args.opts, output)
 
 
 def continue_run(args: argparse.Namespace) -> None:
@@ -54,13 +75,14 @@ def main() -> None:
         "run",
         nargs="?",
         metavar="RUN",
-        help="a run to continue, with its configuration; without it, --cfg begins one",
+        help="a run to continue, with its configuration; without it, --data or --cfg begins one",
     )
     add_config_argument(parser, required=False)
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="the data set (DATA.PATH); a folder of images with train/ and val/",
+        help="the data set (DATA.PATH); a folder of images with train/ and val/. Without --cfg, a"
+        " pretrained model is fine-tuned on it, with settings that are printed",
     )
     parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
     add_opts_argument(parser)
@@ -82,14 +104,27 @@ def main() -> None:
         " long as reading the images of an epoch",
     )
     args = parser.parse_args()
+    choice = None
     if args.run:
         continue_run(args)
+    elif args.cfg is None and args.data is None:
+        parser.error(
+            "--data PICTURES fine-tunes a model on a folder of pictures, --cfg FILE trains the"
+            " model of a configuration, RUN continues a run; one of them is required"
+        )
     elif args.cfg is None:
-        parser.error("--cfg FILE is required, or RUN to continue a run")
-    config = config_from(args)
-    check_training(config, args.resume)
-    continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
+        choice = choice_for(args)
     is_main = os.environ.get("RANK", "0") == "0"
+    largest = None
+    if choice is None:
+        config = config_from(args)
+        continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
+    else:
+        config, largest = choice.config, choice.largest_batch
+        continuation = resume_command(None, output=config.OUTPUT, bind=args.bind)
+        if is_main:
+            say(*choice.lines, flush=True)
+    check_training(config, args.resume)
     if is_main and sys.stdout.isatty():
         say(f"run directory {config.OUTPUT}; importing torch", flush=True)
     import psutil
@@ -97,9 +132,12 @@ def main() -> None:
     from swinv2_moe.train.run import train
 
     began = psutil.Process().create_time()
-    summary = train(config, args.resume, continuation, args.bind, began, args.check_files)
+    check_files = args.check_files
+    summary = train(config, args.resume, continuation, args.bind, began, check_files, largest)
     if is_main and summary:
+        output = Path(config.OUTPUT)
         say(
-            f"next: {next_line('report', config.OUTPUT)}",
-            f"      {next_line('predict', config.OUTPUT)} PICTURES",
+            f"next: {next_line('report', output)}",
+            f"      {next_line('predict', output)} PICTURES",
+            f"      {next_line('export', output)} --output {output / 'exported'}",
         )

@@ -224,7 +224,13 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     Raises:
         UserError: an unknown key or a value of the wrong type.
     """
-    _lay_over(config, translate(_from_opts(opts), told=()))
+    _lay_over(config, values_of(opts))
+
+
+def values_of(opts: Sequence[str]) -> dict[str, object]:
+    """The values of `opts` (KEY VALUE ...) by key, in the types of the keys. Raises UserError as
+    `merge_opts`."""
+    return translate(_from_opts(opts), told=())
 
 
 def _from_opts(opts: Sequence[str]) -> dict[str, object]:

@@ -132,6 +132,20 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     return image
 
 
+def image_size(path: str | os.PathLike) -> tuple[int, int]:
+    """Width and height of an image in pixels, from its header.
+
+    Raises:
+        ValueError: the file cannot be read as an image.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            return image.size
+    # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
+    except Exception as error:
+        raise ValueError(getattr(error, "strerror", None) or "no readable image") from error
+
+
 def upright(image: Image.Image) -> Image.Image:
     """Turn the image according to its EXIF orientation, and remove the EXIF data. The image is
     returned unchanged if it is upright, or has no readable orientation."""

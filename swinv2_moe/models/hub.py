@@ -8,6 +8,7 @@ environment variables (HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN).
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import timm
 from huggingface_hub import constants, hf_hub_download
@@ -18,6 +19,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import read_json
+from swinv2_moe.models.bundled import PREFIX, bundled_file
 from swinv2_moe.models.positions import windows_of_model
 from swinv2_moe.models.protocol import refuse_other_norm
 
@@ -63,8 +65,14 @@ def fetch_weights(name: str, key: str = "MODEL.PRETRAINED") -> Path:
 
 
 def local_file(pretrained: str) -> str:
-    """The file of weights in a directory in timm's form, `DIR` or `local-dir:DIR`; other values are
-    returned unchanged."""
+    """The file of weights of `bundled:NAME`, or in a directory in timm's form, `DIR` or
+    `local-dir:DIR`; other values are returned unchanged.
+
+    Raises:
+        UserError: the package has no such model.
+    """
+    if pretrained.startswith(PREFIX):
+        return str(bundled_file(pretrained))
     directory = Path(pretrained.removeprefix(_LOCAL))
     if (directory / "config.json").is_file():
         for name in _FILES:
@@ -141,6 +149,36 @@ def windows_of_config(config: Mapping) -> list[int]:
     if isinstance(model, SwinTransformerV2):
         return windows_of_model(model)
     return []
+
+
+def swin_keys(name: str) -> dict[str, object]:
+    """The configuration keys of a dense SwinV2 of timm, and of the size of its images.
+
+    Args:
+        name: `timm:NAME`.
+
+    Raises:
+        UserError: timm has no such model, or it is no SwinV2.
+    """
+    _location(name)
+    model = timm.create_model(name.removeprefix(_TIMM), device="meta")
+    if not isinstance(model, SwinTransformerV2):
+        raise UserError(
+            f"MODEL.PRETRAINED {name}: is no SwinV2, which --cfg could name a model for"
+        )
+    stages: list[Any] = list(model.layers)
+    blocks = [list(stage.blocks) for stage in stages]
+    size = model.patch_embed.img_size[0]
+    return {
+        "DATA.IMG_SIZE": size,
+        "MODEL.SWINV2.PATCH_SIZE": model.patch_embed.patch_size[0],
+        "MODEL.SWINV2.EMBED_DIM": model.patch_embed.proj.out_channels,
+        "MODEL.SWINV2.DEPTHS": [len(stage) for stage in blocks],
+        "MODEL.SWINV2.NUM_HEADS": [stage[0].attn.num_heads for stage in blocks],
+        "MODEL.SWINV2.WINDOW_SIZE": blocks[0][0].window_size[0],
+        "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [0] * len(blocks),
+        "MODEL.MOE.BLOCKS": [[] for _ in blocks],
+    }
 
 
 def _has_small_counts(value: object) -> bool:

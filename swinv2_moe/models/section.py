@@ -98,9 +98,9 @@ def check_swinv2(config: CfgNode) -> None:
 def _check_image_size(config: CfgNode) -> None:
     """Every stage's feature map must be whole windows, or no larger than one window."""
     size, swin = config.DATA.IMG_SIZE, config.MODEL.SWINV2
-    if not _tiles(size, swin):
+    if not tiles(size, swin):
         unit = swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)
-        good = [s for s in range(unit, size + 16 * unit, unit) if _tiles(s, swin)]
+        good = [s for s in range(unit, size + 16 * unit, unit) if tiles(s, swin)]
         near = sorted(sorted(good, key=lambda s: abs(s - size))[:3])
         raise UserError(
             f"DATA.IMG_SIZE is {size}, windows of {swin.WINDOW_SIZE} (MODEL.SWINV2.WINDOW_SIZE) on"
@@ -109,7 +109,8 @@ def _check_image_size(config: CfgNode) -> None:
         )
 
 
-def _tiles(size: int, swin: CfgNode) -> bool:
+def tiles(size: int, swin: CfgNode) -> bool:
+    """Whether the windows of MODEL.SWINV2 tile an image of `size` pixels in every stage."""
     if size % (swin.PATCH_SIZE * 2 ** (len(swin.DEPTHS) - 1)):
         return False
     sides = [size // swin.PATCH_SIZE // 2**stage for stage in range(len(swin.DEPTHS))]
@@ -340,7 +341,7 @@ class ModelConfig:
     pretrained: str = option(
         "",
         "a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in"
-        " timm's form; or a name: `timm:NAME`, `hf-hub:OWNER/NAME`",
+        " timm's form; or a name: `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`",
     )
     upcycle: str = option(
         "",

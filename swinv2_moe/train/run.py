@@ -42,6 +42,7 @@ from swinv2_moe.train.run_report import (
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.teacher import open_teacher
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
+from swinv2_moe.train.trial import settle
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
@@ -54,6 +55,7 @@ def train(
     bind: str = "auto",
     began: float | None = None,
     check_images: bool = False,
+    largest_batch: int | None = None,
 ) -> dict | None:
     """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
@@ -65,6 +67,7 @@ def train(
         bind: "auto" binds each rank to the NUMA node of its GPU, "none" does not.
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
+        largest_batch: a new run tries batches up to this, as `settle` says; None: it does not.
 
     Returns:
         The summary; None if the run was told to stop before its end.
@@ -91,8 +94,7 @@ def train(
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         source = starting_point(root, resume, config, world)
-        config, taken_over = as_trained(config, source, world)
-        sections, amp_note = without_slow_amp(all_sections(config), world)
+        sections, settled = _settled(config, source, largest_batch, world)
         data, staging, teacher = _open_data(sections, world, source, stack, check_images)
         group = expert_group(sections.model.experts, world)
         size = measure_model(sections.model, data.num_classes)
@@ -106,10 +108,10 @@ def train(
             trainer.resume(source)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
-        lines = [*headline(trainer, size, source), *_notes(trainer, placement), *taken_over]
+        lines = [*headline(trainer, size, source), *_notes(trainer, placement), *settled]
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
-        recorder = _open_recorder(root, trainer, lines + amp_note, stack)
+        recorder = _open_recorder(root, trainer, lines, stack)
         saver = _open_saver(root / "checkpoints", trainer, source, recorder, stack)
         if not was_finished:
             progress = trainer.progress
@@ -124,9 +126,20 @@ def train(
             _record_end(recorder, trainer, summary, root, was_finished)
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
-    if trainer.stopped_by:
-        return None
-    return summary
+    return None if trainer.stopped_by else summary
+
+
+def _settled(
+    config: CfgNode, source: Checkpoint | None, largest_batch: int | None, world: World
+) -> tuple[AllSections, list[str]]:
+    """The sections with what the weights were trained with and what trial steps have found, and
+    lines about both."""
+    config, lines = as_trained(config, source, world)
+    if largest_batch is not None and source is None:
+        config, tried = settle(config, largest_batch, world)
+        lines = lines + tried
+    sections, amp_note = without_slow_amp(all_sections(config), world)
+    return sections, lines + amp_note
 
 
 def _open_data(

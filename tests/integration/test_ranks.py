@@ -79,6 +79,7 @@ def test_only_the_first_rank_speaks(runs):
         "final",
         "next: .*report",
         " +.*predict",
+        " +.*export",
     )
     assert len(lines) == len(starts), lines
     assert all(re.match(start, line) for line, start in zip(lines, starts, strict=True)), lines

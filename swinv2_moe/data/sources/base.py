@@ -72,12 +72,13 @@ class ImageFiles:
         return decode(self.read(index))
 
     def read(self, index: int) -> bytes:
-        return read_file(self._path(index))
+        return read_file(self.path(index))
 
     def name(self, index: int) -> str:
-        return printable(self._path(index))
+        return printable(self.path(index))
 
-    def _path(self, index: int) -> str:
+    def path(self, index: int) -> str:
+        """The image's path, for opening."""
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
 
 

@@ -1,0 +1,36 @@
+"""Models whose weights come with the package, by name: `bundled:tiny` in MODEL.PRETRAINED.
+
+`NAME.safetensors` in this folder is a file of `convert-checkpoint export single`, which also holds
+the configuration and the names of the classes; `NAME.md` is its model card. This module does not
+import torch.
+"""
+
+from pathlib import Path
+
+from swinv2_moe.errors import UserError
+
+PREFIX = "bundled:"
+NAMES = ("tiny",)
+DIRECTORY = Path(__file__).parent
+
+
+def bundled_file(name: str) -> Path:
+    """The file of a model of this package.
+
+    Args:
+        name: such as `bundled:tiny`.
+
+    Raises:
+        UserError: there is no such name, or its file is not in this installation.
+    """
+    model = name.removeprefix(PREFIX)
+    if model not in NAMES:
+        known = ", ".join(f"{PREFIX}{one}" for one in NAMES)
+        raise UserError(f"{name}: there is no such model in this package; it has {known}")
+    file = DIRECTORY / f"{model}.safetensors"
+    if not file.is_file():
+        raise UserError(
+            f"{name}: this installation has no {file}; put the file there, or set MODEL.PRETRAINED"
+            " to its path"
+        )
+    return file

@@ -1,0 +1,458 @@
+"""A training without --cfg: what a folder of pictures holds, and the settings that follow from it.
+
+`choose` looks at the folder, chooses pretrained weights and applies RULES in their order. A key
+that the user sets keeps its value, and the rules after it use that value. The batch size is found
+by trying (`swinv2_moe.train.trial`), since it depends on the machine. This module does not import
+torch, unless the architecture of weights has to be asked of timm.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from yacs.config import CfgNode
+
+from swinv2_moe.config import as_opts, config_from_text, flatten, load_config
+from swinv2_moe.config.load import values_of
+from swinv2_moe.config.tree import data_config
+from swinv2_moe.data.images import image_size
+from swinv2_moe.data.sources import ImageFiles, Sources, load_sources
+from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
+from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.files import MAX_YAML_CHARS, read_bounded, read_json
+from swinv2_moe.models.bundled import NAMES, PREFIX, bundled_file
+from swinv2_moe.models.section import TRUNKS, tiles
+
+_ONLINE = "timm:swinv2_tiny_window8_256.ms_in1k"
+FROM_SCRATCH = "imagenette_96"  # the configuration of a model without pretrained weights
+_SAMPLE = 100  # pictures whose headers are read
+_LEAST_PER_CLASS = 2  # training pictures
+_MAX_META = 1 << 28  # bytes of a checkpoint's meta.json
+# Keys of the weights' configuration that the machine, the data or the user decide.
+_NOT_TAKEN = {"MODEL.PRETRAINED", "MODEL.NUM_CLASSES", "MODEL.CLASS_MAP", "MODEL.UPCYCLE"}
+_NOT_TAKEN |= {"MODEL.UPCYCLE_NOISE", "MODEL.MOE.EXPERT_PARALLEL_SIZE", "MODEL.MOE.STRATEGY"}
+_NOT_TAKEN |= {"MODEL.MOE.KERNELS", "MODEL.MOE.FREEZE"}
+_IMAGES = ("DATA.IMG_SIZE", "DATA.CHANNELS")
+
+
+class Pictures(NamedTuple):
+    """What a folder holds."""
+
+    path: str
+    num_train: int
+    num_val: int
+    num_classes: int
+    width: int  # medians of a sample, pixels
+    height: int
+    val_split: float  # DATA.VAL_SPLIT
+
+    def __str__(self) -> str:
+        where = "in a folder of their own"
+        if self.val_split:
+            where = f"held out, {self.val_split:.0%} of each class by file name"
+        return (
+            f"{self.path}: {self.num_classes} classes, {self.num_train:,} pictures to train on and"
+            f" {self.num_val:,} to validate ({where}), most of about {self.width} x"
+            f" {self.height} pixels"
+        )
+
+
+class Weights(NamedTuple):
+    """What training starts from."""
+
+    name: str  # MODEL.PRETRAINED; empty: random weights
+    keys: dict[str, object]  # the model, and the size of its images
+    line: str  # which were chosen, and why
+
+
+class Choice(NamedTuple):
+    """The configuration of a run, and what is left to try.
+
+    Attributes:
+        lines: what was found and chosen, for the terminal.
+        largest_batch: the most pictures of a step over all ranks, of which as many are taken as
+            memory allows; 0: DATA.BATCH_SIZE is given.
+    """
+
+    config: CfgNode
+    lines: list[str]
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What rules decide by: the pictures, the weights, and the values of keys so far."""
+
+    pictures: Pictures
+    weights: Weights
+    values: Mapping[str, object]
+
+    def number(self, key: str) -> float:
+        value = self.values[key]
+        assert isinstance(value, int | float), key
+        return value
+
+
+class Rule(NamedTuple):
+    """How the value of a key is chosen.
+
+    Attributes:
+        policy: the rule in words, for the documentation.
+        choose: the value, and the reason in a few words; None leaves the key as it is.
+    """
+
+    key: str
+    policy: str
+    choose: Callable[[Situation], tuple[object, str] | None]
+
+
+def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Choice:
+    """The configuration of a training on a folder of pictures.
+
+    Args:
+        data: the folder: `train/` and `val/` with a folder for each class, `train/` alone, or
+            folders of classes.
+        opts: KEY VALUE pairs, which override what is chosen.
+        output: the run directory; None: as `output_for`.
+
+    Raises:
+        UserError: the folder cannot be trained on, weights that do not exist, or as `load_config`.
+    """
+    given = values_of(opts)
+    pictures = look(data, given)
+    weights = choose_weights(given)
+    chosen, lines = apply_rules(pictures, weights, given)
+    file = None
+    if not weights.name:
+        file = FROM_SCRATCH
+    taken = weights.keys | chosen | {"DATA.DATASET": "folder", "MODEL.PRETRAINED": weights.name}
+    config = load_config(file, as_opts(taken) + list(opts), data, output or output_for(data))
+    largest = 0
+    if not {"DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"} & set(given):
+        largest = largest_batch(pictures.num_train)
+    return Choice(config, [str(pictures), weights.line, *lines], largest)
+
+
+def apply_rules(
+    pictures: Pictures, weights: Weights, given: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """The values that RULES choose for keys that are not given, and a line for each reason."""
+    chosen: dict[str, object] = {}
+    shown: dict[str, list[str]] = {}  # keys and values by reason
+    values = weights.keys | dict(given)
+    for rule in RULES:
+        answer = rule.choose(Situation(pictures, weights, values))
+        if rule.key in given:
+            answer = (given[rule.key], "given")
+        if answer is None:
+            continue
+        value, reason = answer
+        values[rule.key] = value
+        if rule.key not in given:
+            chosen[rule.key] = value
+        shown.setdefault(reason, []).append(f"{rule.key} {value}".rstrip())
+    return chosen, [f"  {', '.join(keys)}: {reason}" for reason, keys in shown.items()]
+
+
+def output_for(data: str) -> str:
+    """The run directory for the folder `data`, if none is named."""
+    return os.path.join("output", os.path.basename(os.path.abspath(data)))
+
+
+# The folder
+
+
+def look(data: str, given: Mapping[str, object]) -> Pictures:
+    """What the folder `data` holds. The headers of a sample of the pictures are read.
+
+    Raises:
+        UserError: it is no data set of at least two classes, or pictures cannot be read.
+    """
+    path = os.path.expanduser(data)
+    split = given.get("DATA.VAL_SPLIT", _val_split(path))
+    settings = {"DATA.DATASET": "folder", "DATA.VAL_SPLIT": split}
+    config = load_config(FROM_SCRATCH, as_opts(settings), data=path)
+    sources = load_sources(data_config(config))
+    num_train, num_classes = len(sources.train), len(sources.class_names)
+    if num_classes < 2:
+        raise UserError(
+            f"--data {data}: has pictures of one class ({sources.class_names[0]}), a classifier"
+            " needs at least two: a folder for each class"
+        )
+    if num_train < _LEAST_PER_CLASS * num_classes:
+        raise UserError(
+            f"--data {data}: has {num_train} pictures to train {num_classes} classes on, at least"
+            f" {_LEAST_PER_CLASS} a class are needed (with 10 or more a class a model is of use)"
+        )
+    bad_share = given.get("DATA.MAX_BAD_SHARE", config.DATA.MAX_BAD_SHARE)
+    assert isinstance(bad_share, float)
+    width, height = _sizes(data, sources, bad_share)
+    return Pictures(
+        data, num_train, len(sources.val), num_classes, width, height, config.DATA.VAL_SPLIT
+    )
+
+
+def _val_split(path: str) -> float:
+    """The share that is held out for validation: none where there is a folder for it."""
+    has_folder = any(os.path.isdir(os.path.join(path, name)) for name in VALIDATION_FOLDERS)
+    return 0.0 if has_folder else 0.2
+
+
+def _sizes(data: str, sources: Sources, bad_share: float) -> tuple[int, int]:
+    """Median width and height of a sample of the training pictures, in pixels.
+
+    Raises:
+        UserError: more than `bad_share` of the sample cannot be read.
+    """
+    source = sources.train
+    assert isinstance(source, ImageFiles)
+    count = min(_SAMPLE, len(source))
+    widths, heights, unreadable = [], [], []
+    for i in range(count):
+        path = source.path(i * len(source) // count)
+        try:
+            width, height = image_size(path)
+        except ValueError as error:
+            unreadable.append(f"{path} ({error})")
+            continue
+        widths.append(width)
+        heights.append(height)
+    if len(unreadable) > bad_share * count:
+        raise UserError(
+            f"--data {data}: {len(unreadable)} of {count} pictures that were looked at cannot be"
+            f" read, the first: {one_line(unreadable[0])}; remove them, or raise DATA.MAX_BAD_SHARE"
+        )
+    return median_low(widths), median_low(heights)
+
+
+# The weights
+
+
+def choose_weights(given: Mapping[str, object]) -> Weights:
+    """The weights that MODEL.PRETRAINED names; otherwise those of the package, if its file is
+    there.
+
+    Raises:
+        UserError: the named weights do not exist, or their architecture is not known.
+    """
+    name = given.get("MODEL.PRETRAINED")
+    if name is None:
+        name = f"{PREFIX}{NAMES[0]}"
+        try:
+            bundled_file(name)
+        except UserError as error:
+            line = f"weights: random, so accuracy will be far lower ({error}"
+            return Weights("", {}, f"{line}, or to {_ONLINE} where there is a network)")
+    if not name:
+        return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
+    assert isinstance(name, str)
+    if name.startswith("timm:"):
+        return _weights_of_timm(name, str(given.get("MODEL.UPCYCLE", "")))
+    trained = trained_config(name)
+    values = flatten(trained)
+    model = _model_keys(trained.MODEL.TYPE)
+    keys = {key: values[key] for key in values if key.startswith(model) or key in _IMAGES}
+    keys = {key: value for key, value in keys.items() if key not in _NOT_TAKEN}
+    experts = "dense"
+    if trained.MODEL.MOE.NUM_EXPERTS:
+        experts = f"{trained.MODEL.MOE.NUM_EXPERTS} experts"
+    size = trained.DATA.IMG_SIZE
+    return Weights(
+        name, keys, f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
+    )
+
+
+def _model_keys(model_type: str) -> tuple[str, ...]:
+    """The beginnings of the keys that describe a model of this type."""
+    groups = (TRUNKS[model_type].group, "MOE")
+    return ("MODEL.TYPE", *(f"MODEL.{group}." for group in groups))
+
+
+def trained_config(name: str) -> CfgNode:
+    """The configuration that weights were trained with: of a run, of a checkpoint, or of a file of
+    `convert-checkpoint export single`.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(os.path.expanduser(name))
+    if name.startswith(PREFIX):
+        path = bundled_file(name)
+    where = f"MODEL.PRETRAINED {name}"
+    if not path.exists():
+        raise UserError(f"{where}: no such file or directory")
+    try:
+        text = _config_text(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
+    if text is None:
+        raise UserError(f"{where}: does not say what its model is; name a configuration by --cfg")
+    return config_from_text(text, where)
+
+
+def _config_text(path: Path) -> str | None:
+    if path.is_file() and path.suffix == ".safetensors":
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).get("config")
+    if (path / "config.yaml").is_file():
+        return read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
+    for meta in (path / "meta.json", path / "checkpoints" / "latest" / "meta.json"):
+        if meta.is_file():
+            text = read_json(meta, _MAX_META).get("config")
+            return text if isinstance(text, str) else None
+    return None
+
+
+def _weights_of_timm(name: str, upcycle: str) -> Weights:
+    """A dense SwinV2 of timm, or its copies in the experts of every other block of the last two
+    stages."""
+    from swinv2_moe.models.hub import swin_keys  # imports torch
+
+    keys = swin_keys(name)
+    line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
+    if upcycle:
+        depths = keys["MODEL.SWINV2.DEPTHS"]
+        assert isinstance(depths, list)
+        blocks = [list(range(1, depth, 2)) for depth in depths]
+        keys["MODEL.MOE.BLOCKS"] = [[] for _ in blocks[:-2]] + blocks[-2:]
+        keys["MODEL.MOE.NUM_EXPERTS"] = 8
+        keys["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 0.0
+        line = f"weights: {name}, each FFN copied to 8 experts in every other block"
+    return Weights(name, keys, line)
+
+
+# The rules
+
+
+def largest_batch(num_train: int) -> int:
+    """The most pictures of a step: a power of two, at least 20 steps an epoch, from 8 to 128."""
+    wanted = min(max(8, num_train // 20), 128, num_train)
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _image_size(situation: Situation) -> tuple[object, str] | None:
+    pictures, values = situation.pictures, situation.values
+    if "DATA.IMG_SIZE" not in values:
+        return None  # from random weights: the configuration's
+    size, side = int(situation.number("DATA.IMG_SIZE")), min(pictures.width, pictures.height)
+    larger, smaller = size * 3 // 2, size // 2
+    if larger <= min(side, 192) and _can_tile(larger, values, _window(situation, larger)):
+        return larger, f"half as much again as the weights' {size}, since the pictures are larger"
+    if side <= smaller and _can_tile(smaller, values, _window(situation, size)):
+        return smaller, f"half the weights' {size}, since the pictures are smaller"
+    return size, "as the weights"
+
+
+def _window(situation: Situation, size: int) -> int:
+    """The window that covers as much of an image of `size` px as that of the weights does."""
+    trained = situation.weights.keys["DATA.IMG_SIZE"]
+    window = situation.weights.keys.get("MODEL.SWINV2.WINDOW_SIZE", 0)
+    assert isinstance(trained, int)
+    assert isinstance(window, int)
+    return window * size // trained
+
+
+def _can_tile(size: int, values: Mapping[str, object], window: int) -> bool:
+    patch, depths = values.get("MODEL.SWINV2.PATCH_SIZE"), values.get("MODEL.SWINV2.DEPTHS")
+    if depths is None:
+        return False
+    return tiles(size, CfgNode({"PATCH_SIZE": patch, "DEPTHS": depths, "WINDOW_SIZE": window}))
+
+
+def _window_size(situation: Situation) -> tuple[object, str] | None:
+    """Larger windows for larger images; None where that is not possible."""
+    keys = situation.weights.keys
+    if "MODEL.SWINV2.WINDOW_SIZE" not in keys:
+        return None
+    size, trained = int(situation.number("DATA.IMG_SIZE")), keys["DATA.IMG_SIZE"]
+    assert isinstance(trained, int)
+    window = _window(situation, size)
+    if size <= trained or not _can_tile(size, situation.values, window):
+        return None
+    return window, "grows with the image, so that a window shows as much of it"
+
+
+def _epochs(situation: Situation) -> tuple[object, str]:
+    pictures = 30_000
+    if not situation.weights.name:
+        pictures = 60_000
+    epochs = min(max(10, round(pictures / situation.pictures.num_train)), 60)
+    return epochs, f"{pictures:,} pictures in all, in 10 to 60 passes"
+
+
+def _warmup(situation: Situation) -> tuple[object, str]:
+    epochs = int(situation.number("TRAIN.EPOCHS"))
+    return min(max(1, epochs // 10), epochs // 2), "a tenth of the epochs"
+
+
+def _share_of_rate(divisor: float) -> Callable[[Situation], tuple[object, str]]:
+    """The learning rate before the warm-up, or at the end."""
+    return lambda situation: (situation.number("TRAIN.BASE_LR") / divisor, "shares of that rate")
+
+
+def _always(value: object, reason: str) -> Callable[[Situation], tuple[object, str]]:
+    return lambda situation: (value, reason)
+
+
+def _if_pretrained(value: object, reason: str) -> Callable[[Situation], tuple[object, str] | None]:
+    return lambda situation: (value, reason) if situation.weights.name else None
+
+
+def _val_split_rule(situation: Situation) -> tuple[object, str] | None:
+    split = situation.pictures.val_split
+    return (split, "there is no val/") if split else None
+
+
+_SHORT = "the schedule is short"
+_RATE = "5e-4 for 32 pictures, and AdamW's rate grows with the root of the batch"
+
+RULES = (
+    Rule("DATA.VAL_SPLIT", "0.2 where there is no folder for validation", _val_split_rule),
+    Rule(
+        "DATA.IMG_SIZE",
+        "that of the weights; 1.5 times as much, up to 192, if the pictures' short side has as many"
+        " pixels; half as much if it has no more",
+        _image_size,
+    ),
+    Rule(
+        "MODEL.SWINV2.WINDOW_SIZE",
+        "grows with `DATA.IMG_SIZE`, where windows then tile the image",
+        _window_size,
+    ),
+    Rule(
+        "MODEL.CLASS_MAP",
+        "`new` with pretrained weights: the classifier is new",
+        _if_pretrained("new", "the classes are new"),
+    ),
+    Rule(
+        "TRAIN.EPOCHS",
+        "30,000 pictures in all, 60,000 from random weights, in 10 to 60 epochs",
+        _epochs,
+    ),
+    Rule("TRAIN.WARMUP_EPOCHS", "a tenth of the epochs, at least 1", _warmup),
+    Rule(
+        "TRAIN.LR_SCALING",
+        "`sqrt`: the rate grows with the root of the batch, as AdamW's should",
+        _always("sqrt", _RATE),
+    ),
+    Rule("TRAIN.BASE_LR", "2e-3 for 512 pictures, 5e-4 for 32", _always(2e-3, _RATE)),
+    Rule("TRAIN.WARMUP_LR", "a thousandth of `TRAIN.BASE_LR`", _share_of_rate(1000)),
+    Rule("TRAIN.MIN_LR", "a hundredth of `TRAIN.BASE_LR`", _share_of_rate(100)),
+    Rule(
+        "TRAIN.LAYER_DECAY",
+        "0.8 with pretrained weights: lower layers change less",
+        _if_pretrained(0.8, "lower layers, which are general, change less"),
+    ),
+    Rule("TRAIN.WEIGHT_DECAY", "0.05", _always(0.05, "usual for fine-tuning")),
+    Rule("MODEL.DROP_PATH_RATE", "0.05", _always(0.05, _SHORT)),
+    Rule("AUG.SCALE", "crops of 35 to 100% of the area", _always([0.35, 1.0], _SHORT)),
+    Rule("AUG.AUTO_AUGMENT", "off", _always("none", _SHORT)),
+    Rule("AUG.REPROB", "0", _always(0.0, _SHORT)),
+    Rule("AUG.MIXUP", "0", _always(0.0, _SHORT)),
+    Rule("AUG.CUTMIX", "0", _always(0.0, _SHORT)),
+    Rule("AMP_ENABLE", "`auto`", _always("auto", "mixed precision where it is faster")),
+)

@@ -1,0 +1,227 @@
+"""Steps on a model that is thrown away: how many pictures fit into memory, and how long a training
+will take.
+
+Each rank tries alone, with all experts, so that no rank waits for one whose memory is full.
+"""
+
+import gc
+import itertools
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from yacs.config import CfgNode
+
+from swinv2_moe.config import AllSections, all_sections, given_keys
+from swinv2_moe.config.checks import check_config
+from swinv2_moe.data.build import Data, build_data
+from swinv2_moe.data.datasets import Batch
+from swinv2_moe.data.sources import load_sources
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model
+from swinv2_moe.tables import in_words
+from swinv2_moe.threads import available_cores
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.environment import peak_memory
+from swinv2_moe.train.optim import without_slow_amp
+from swinv2_moe.train.step import TrainingStep
+
+_USED = 0.8  # share of the free memory that a step may take
+_MAX_WORKERS = 8
+_STEPS, _SECONDS = 20, 10.0  # limits of timing
+_CGROUP = Path("/sys/fs/cgroup")  # of a container (cgroup v2)
+_FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
+
+
+def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[str]]:
+    """The configuration with the largest batch that fits into every rank's memory and the number
+    of data workers, and lines about them and the duration of the training. Collective.
+
+    Args:
+        largest: the most pictures of a step over all ranks, a power of two; 0: DATA.BATCH_SIZE is
+            given.
+
+    Raises:
+        UserError: on every rank, if one picture does not fit into a rank's memory.
+    """
+    config, lines = config.clone(), []
+    config.defrost()
+    if "DATA.NUM_WORKERS" not in (given_keys(config) or ()):
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = max(1, available_cores() // ranks)
+        config.DATA.NUM_WORKERS = world.agree(min(_MAX_WORKERS, cores))
+        lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
+    if largest:
+        limit = max(1, largest // world.size)
+        found = world.everywhere(lambda: _try_batches(config, limit, world.device))
+        size = min(world.gather(found))
+        config.DATA.BATCH_SIZE = size
+        reason = "at least 20 steps an epoch, at most 128 pictures"
+        if size < limit:
+            reason = "twice as many pictures might not fit into memory"
+        lines.append(f"  DATA.BATCH_SIZE {size}: {reason}")
+    check_config(config)
+    config.freeze()
+    seconds = max(world.gather(_duration(config, world)))
+    lines.append(f"expected duration: {in_words(seconds)}")
+    _free_memory(world.device)
+    return config, lines
+
+
+def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int:
+    """The largest power of two up to `limit` whose memory fits, found by trying 1, 2, 4, ...; 0 if
+    a batch of 1 does not fit.
+
+    Args:
+        peak_of: runs a step of so many pictures, and returns the bytes that it took. It raises a
+            MemoryError or torch's errors if memory is full.
+        free: bytes of free memory.
+    """
+    fitting = 0
+    size = 1
+    while size <= limit:
+        try:
+            peak = peak_of(size)
+        except (RuntimeError, MemoryError) as error:
+            is_full = isinstance(error, MemoryError) or any(words in str(error) for words in _FULL)
+            if not is_full:
+                raise
+            break
+        if peak > _USED * free:
+            break
+        fitting = size
+        size *= 2
+        if 2 * peak > _USED * free:  # the next one would take up to twice as much
+            break
+    return fitting
+
+
+def _try_batches(config: CfgNode, limit: int, device: torch.device) -> int:
+    """As `largest_fitting`, with steps of the configured model on noise.
+
+    Raises:
+        UserError: a batch of 1 does not fit.
+    """
+    sections = _sections(config, device)
+    classes = len(load_sources(sections.data).class_names)
+    _free_memory(device)
+    free, before = free_memory(device), _used_memory(device)
+    step: TrainingStep | None = None
+
+    def peak_of(size: int) -> int:
+        nonlocal step
+        if step is None:
+            step = _step(sections, classes, device)
+        channels, side = sections.model.in_chans, sections.model.img_size
+        images = torch.randn(size, channels, side, side)
+        step.run([Batch(images, torch.arange(size) % classes, [])], 0)
+        return peak_memory(device) - before
+
+    fitting = largest_fitting(peak_of, limit, free)
+    if not fitting:
+        raise UserError(
+            f"a batch of 1 picture of {sections.model.img_size} px does not fit into the"
+            f" {free / 2**30:.3g} GiB of free memory; try --opts TRAIN.USE_CHECKPOINT True, a"
+            " smaller DATA.IMG_SIZE, or other weights (MODEL.PRETRAINED)"
+        )
+    return fitting
+
+
+def _sections(config: CfgNode, device: torch.device) -> AllSections:
+    """The sections of one rank, without compilation and mixup, which needs an even batch."""
+    sections, _ = without_slow_amp(all_sections(config), World(0, 1, device))
+    augment = replace(sections.train.augment, mixup=0.0, cutmix=0.0)
+    return replace(sections, train=replace(sections.train, augment=augment, compile=False))
+
+
+def _step(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
+    model = build_model(sections.model, classes)
+    step = TrainingStep(sections.train, World(0, 1, device), model, classes)
+    step.wrapped.train()
+    return step
+
+
+def _duration(config: CfgNode, world: World) -> float:
+    """Seconds of the training, from a few steps on its own pictures. The first step, which may
+    compile kernels, does not count."""
+    sections = _sections(config, world.device)
+    data = world.everywhere(lambda: build_data(sections.data, world.rank, world.size))
+    step = _step(sections, data.num_classes, world.device)
+    seconds_per_step, waited, batch = _time_steps(step, data, sections.train.accumulation_steps)
+    seconds_per_batch = max(_time_forward(step, batch), waited)
+    steps = len(data.train_loader) // sections.train.accumulation_steps * sections.train.epochs
+    if sections.train.max_steps:
+        steps = min(steps, sections.train.max_steps)
+    validations = sections.train.epochs * len(data.val_loader)
+    return steps * seconds_per_step + validations * seconds_per_batch
+
+
+def _time_steps(step: TrainingStep, data: Data, accumulation: int) -> tuple[float, float, Batch]:
+    """Mean seconds of a step and of waiting for a batch, and a batch."""
+    data.set_epoch(0)
+    batches = iter(data.train_loader)
+    count, waited = 0, 0.0
+    began = started = time.perf_counter()
+    for number in range(_STEPS):
+        asked = time.perf_counter()
+        accumulated = list(itertools.islice(batches, accumulation))
+        if len(accumulated) < accumulation:
+            break
+        last = accumulated[-1]
+        waited += time.perf_counter() - asked
+        step.run(accumulated, number)
+        count += 1
+        now = time.perf_counter()
+        if number == 0 and len(data.train_loader) > accumulation:
+            count, waited, began = 0, 0.0, now
+        elif now - started > _SECONDS:
+            break
+    seconds = time.perf_counter() - began
+    return seconds / count, waited / count / accumulation, last
+
+
+@torch.inference_mode()
+def _time_forward(step: TrainingStep, batch: Batch) -> float:
+    """Seconds of a batch in evaluation."""
+    step.model.eval()
+    images = batch.images.to(step.world.device)
+    began = time.perf_counter()
+    with step.autocast():
+        step.model(images).cpu()  # waits for the device
+    return time.perf_counter() - began
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take: of the GPU, or of the machine, its container and the
+    limit of `ulimit -v`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [psutil.virtual_memory().available]
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        free.append(limit - psutil.Process().memory_info().vms)
+    try:
+        numbers = [int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current")]
+        free.append(numbers[0] - numbers[1])
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        pass
+    return max(0, min(free))
+
+
+def _used_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def _free_memory(device: torch.device) -> None:
+    """Return what is not used any more, and measure peaks anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

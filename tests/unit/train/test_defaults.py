@@ -1,0 +1,209 @@
+"""A training without --cfg: what is found in a folder, the settings that follow, and the line for
+each folder and for weights that cannot be used."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from swinv2_moe.config import load_config
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import bundled
+from swinv2_moe.train import defaults
+from swinv2_moe.train.defaults import Pictures, Weights, apply_rules, choose, largest_batch
+
+SWIN = {
+    "DATA.IMG_SIZE": 64,
+    "MODEL.SWINV2.PATCH_SIZE": 4,
+    "MODEL.SWINV2.DEPTHS": [1, 2, 4],
+    "MODEL.SWINV2.WINDOW_SIZE": 8,
+}
+
+
+def write(root: Path, classes: dict[str, int], size: tuple[int, int] = (24, 20)) -> Path:
+    """A folder of classes with so many pictures each."""
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", size, (number % 256, 0, 0)).save(root / name / f"{number}.png")
+    return root
+
+
+def message(data: Path, *opts: str) -> str:
+    with pytest.raises(UserError) as error:
+        choose(str(data), opts)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def ruled(pictures: Pictures, given: dict[str, object] | None = None, **keys: object) -> dict:
+    weights = Weights("some", SWIN | keys, "")
+    return apply_rules(pictures, weights, given or {})[0]
+
+
+def photographs(num_train: int = 1000, side: int = 224) -> Pictures:
+    return Pictures("photos", num_train, 100, 10, side + 50, side, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def no_bundled_model(monkeypatch, tmp_path):
+    """The tests do not depend on the file of the package."""
+    monkeypatch.setattr(bundled, "DIRECTORY", tmp_path / "bundled")
+
+
+def test_a_flat_folder_is_split_by_file_names(tmp_path):
+    found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 20})))
+    assert found.config.DATA.VAL_SPLIT == 0.2
+    assert found.lines[0].startswith(f"{tmp_path / 'photos'}: 2 classes, 24 pictures to train on")
+    assert "6 to validate" in found.lines[0]
+    assert "24 x 20" in found.lines[0]
+    assert str(found.config.OUTPUT) == "output/photos"
+
+
+@pytest.mark.parametrize(("folders", "split"), [(("train", "val"), 0.0), (("train",), 0.2)])
+def test_folders_of_a_data_set(tmp_path, folders, split):
+    for name in folders:
+        write(tmp_path / name, {"cat": 10, "dog": 10})
+    found = choose(str(tmp_path))
+    assert split == found.config.DATA.VAL_SPLIT
+
+
+def test_every_choice_can_be_overridden(tmp_path):
+    opts = [
+        "TRAIN.EPOCHS",
+        "4",
+        "AUG.MIXUP",
+        "0.3",
+        "DATA.VAL_SPLIT",
+        "0.5",
+        "DATA.BATCH_SIZE",
+        "6",
+    ]
+    found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 10})), opts, "elsewhere")
+    config = found.config
+    assert (config.TRAIN.EPOCHS, config.AUG.MIXUP, config.DATA.VAL_SPLIT) == (4, 0.3, 0.5)
+    assert (config.DATA.BATCH_SIZE, config.OUTPUT, found.largest_batch) == (6, "elsewhere", 0)
+    assert config.TRAIN.WARMUP_EPOCHS == 1  # follows from the epochs that are given
+    assert any("AUG.MIXUP 0.3" in line and line.endswith(": given") for line in found.lines)
+
+
+def test_without_weights_the_line_says_what_to_put_where(tmp_path):
+    found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 10})))
+    line = found.lines[1]
+    assert "random" in line
+    assert "far lower" in line
+    assert str(tmp_path / "bundled" / "tiny.safetensors") in line
+    assert "timm:swinv2_" in line
+    scratch = load_config(defaults.FROM_SCRATCH, data=str(tmp_path))
+    assert found.config.MODEL == scratch.MODEL
+    assert found.config.DATA.IMG_SIZE == scratch.DATA.IMG_SIZE
+
+
+def test_epochs_follow_the_number_of_pictures():
+    counts = [20, 1000, 10**6]
+    assert [ruled(photographs(n))["TRAIN.EPOCHS"] for n in counts] == [60, 30, 10]
+    scratch = apply_rules(photographs(), Weights("", {}, ""), {})[0]
+    assert scratch["TRAIN.EPOCHS"] == 60
+    assert "DATA.IMG_SIZE" not in scratch
+    assert "TRAIN.LAYER_DECAY" not in scratch
+
+
+def test_the_image_follows_the_weights_and_the_pictures():
+    """Windows grow with the image, and an image that they cannot tile is not chosen."""
+    sizes = {side: ruled(photographs(side=side)) for side in (32, 33, 95, 96)}
+    assert [sizes[side]["DATA.IMG_SIZE"] for side in sizes] == [32, 64, 64, 96]
+    assert sizes[96]["MODEL.SWINV2.WINDOW_SIZE"] == 12
+    assert "MODEL.SWINV2.WINDOW_SIZE" not in sizes[95]
+    coarse = {"MODEL.SWINV2.PATCH_SIZE": 16, "MODEL.SWINV2.WINDOW_SIZE": 4}
+    assert ruled(photographs(), **coarse)["DATA.IMG_SIZE"] == 64
+    assert ruled(photographs(), **{"DATA.IMG_SIZE": 256})["DATA.IMG_SIZE"] == 256
+    given = ruled(photographs(), {"DATA.IMG_SIZE": 128})
+    assert "DATA.IMG_SIZE" not in given
+    assert given["MODEL.SWINV2.WINDOW_SIZE"] == 16
+
+
+def test_the_largest_batch():
+    assert [largest_batch(n) for n in (4, 9, 100, 1000, 10**6)] == [4, 8, 8, 32, 128]
+
+
+def test_one_class(tmp_path):
+    assert "one class (cat)" in message(write(tmp_path, {"cat": 9}))
+
+
+def test_three_pictures(tmp_path):
+    for name in ("train", "val"):
+        write(tmp_path / name, {"cat": 2, "dog": 1})
+    assert "has 3 pictures to train 2 classes on" in message(tmp_path)
+    shutil.rmtree(tmp_path / "val")
+    shutil.rmtree(tmp_path / "train")
+    assert "hold a single image: dog" in message(write(tmp_path / "flat", {"cat": 2, "dog": 1}))
+
+
+def test_an_empty_class_folder(tmp_path):
+    assert "1 of 2 class folders hold no image: dog" in message(
+        write(tmp_path, {"cat": 5, "dog": 0})
+    )
+
+
+def test_pictures_that_cannot_be_read(tmp_path):
+    write(tmp_path, {"cat": 10, "dog": 10})
+    broken = tmp_path / "cat" / "5.png"
+    for name in ("cat", "dog"):
+        for path in (tmp_path / name).iterdir():
+            path.write_bytes(b"no picture")
+    text = message(tmp_path)
+    assert re.search(r"16 of 16 pictures .* cannot be read, the first: \S+png \(no readable", text)
+    for path in sorted((tmp_path / "dog").iterdir()):
+        Image.new("RGB", (9, 9)).save(path)
+    assert "8 of 16" in message(tmp_path)
+    assert broken.exists()
+    found = choose(str(tmp_path), ["DATA.MAX_BAD_SHARE", "0.5"])
+    assert "9 x 9" in found.lines[0]
+
+
+def test_pictures_without_class_folders(tmp_path):
+    write(tmp_path, {"photos": 3})
+    tmp_path = tmp_path / "photos"
+    assert "move those of each class into a folder with its name" in message(tmp_path)
+
+
+def test_no_such_folder_and_a_file(tmp_path):
+    assert "no such directory" in message(tmp_path / "none")
+    (tmp_path / "file").touch()
+    assert "a file, it must be a directory" in message(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("none.safetensors", "no such file"),
+        ("weights.pth", "does not say what its model is"),
+        ("broken.safetensors", "cannot be read"),
+        ("bundled:huge", "no such model"),
+        ("bundled:tiny", "has no .*tiny.safetensors; put the file there"),
+        ("timm:swinv2_nowhere", "has no such model"),
+        ("timm:vit_tiny_patch16_224.augreg_in21k", "is no SwinV2"),
+    ],
+)
+def test_weights_that_cannot_be_used(tmp_path, name, reason):
+    write(tmp_path / "photos", {"cat": 5, "dog": 5})
+    for file in ("weights.pth", "broken.safetensors"):
+        (tmp_path / file).write_bytes(b"nothing")
+    if ":" not in name:
+        name = str(tmp_path / name)
+    assert re.search(reason, message(tmp_path / "photos", "MODEL.PRETRAINED", name))
+
+
+def test_weights_of_timm_upcycled_by_one_key(tmp_path):
+    photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
+    opts = ["MODEL.PRETRAINED", "timm:swinv2_tiny_window8_256.ms_in1k"]
+    dense = choose(photos, opts).config
+    assert dense.MODEL.MOE.NUM_EXPERTS == 0
+    assert dense.MODEL.SWINV2.DEPTHS == [2, 2, 6, 2]
+    assert (dense.MODEL.SWINV2.WINDOW_SIZE, dense.DATA.IMG_SIZE) == (8, 128)
+    experts = choose(photos, [*opts, "MODEL.UPCYCLE", "weights"]).config
+    assert experts.MODEL.MOE.NUM_EXPERTS == 8
+    assert experts.MODEL.MOE.BLOCKS == [[], [], [1, 3, 5], [1]]

@@ -1,0 +1,83 @@
+"""Trial steps before a training: the largest batch that fits into memory, and what memory is
+free."""
+
+import pytest
+import torch
+
+from swinv2_moe.errors import UserError
+from swinv2_moe.train import trial
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.trial import free_memory, largest_fitting, settle
+
+
+def linear(size: int) -> int:
+    return 100 * size
+
+
+@pytest.mark.parametrize(("free", "fitting"), [(10**6, 32), (2000, 16), (999, 4), (124, 0)])
+def test_it_doubles_while_memory_may_suffice(free, fitting):
+    """A step may take four fifths of the free memory, and one that would take more is not tried."""
+    tried = []
+
+    def peak_of(size: int) -> int:
+        tried.append(size)
+        return linear(size)
+
+    assert largest_fitting(peak_of, 32, free) == fitting
+    assert all(linear(size) <= 0.8 * free for size in tried[1:])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+)
+def test_full_memory_ends_the_search(error):
+    def peak_of(size: int) -> int:
+        if size > 4:
+            raise error
+        return 0
+
+    assert largest_fitting(peak_of, 32, 10**9) == 4
+
+
+def test_another_error_is_not_taken_for_full_memory():
+    def peak_of(size: int) -> int:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        largest_fitting(peak_of, 32, 10**9)
+
+
+def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
+    """The batch of digits is the limit; the lines say it and how long the training takes."""
+    config = make_config(tmp_path)
+    world = World(0, 1, torch.device("cpu"))
+    settled, lines = settle(config, 16, world)
+    assert settled.DATA.BATCH_SIZE == 16
+    assert any("DATA.BATCH_SIZE 16" in line for line in lines)
+    assert lines[-1].startswith("expected duration: ")
+    again, lines = settle(config, 0, world)
+    assert again.DATA.BATCH_SIZE == config.DATA.BATCH_SIZE
+    assert not any("BATCH_SIZE" in line for line in lines)
+
+
+def test_too_little_memory_for_one_picture(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(trial, "peak_memory", lambda device: 2**50)
+    with pytest.raises(UserError, match=r"a batch of 1 picture of 16 px does not fit .* GiB"):
+        settle(make_config(tmp_path), 16, World(0, 1, torch.device("cpu")))
+
+
+def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(trial, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    assert free_memory(torch.device("cpu")) > 1000
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert free_memory(torch.device("cpu")) == 700
