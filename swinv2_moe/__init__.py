@@ -18,7 +18,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from swinv2_moe.predict.predictor import Predictor
 
-__all__ = ["load"]
+__all__ = ["fit", "load"]
+
+
+def fit(
+    data: str, output: str | None = None, opts: "list[str] | tuple[str, ...]" = ()
+) -> "Predictor":
+    """Fine-tune a model on a folder of pictures, as `swinv2-moe train --data` does.
+
+    Args:
+        data: the folder: `train/` and `val/` with a folder for each class, `train/` alone, or
+            folders of classes.
+        output: the run directory, which must not hold a run; None: `output/` and the name of
+            `data`.
+        opts: KEY VALUE pairs that override what is chosen.
+
+    Returns:
+        The best model in validation, as `load` returns it.
+
+    Raises:
+        swinv2_moe.errors.UserError: pictures or weights that cannot be used, too little memory for
+            one picture, or as `load`.
+        KeyboardInterrupt: the training was told to stop, and has saved its state.
+    """
+    from swinv2_moe.output import say
+    from swinv2_moe.train.defaults import choose
+
+    choice = choose(data, opts, output)
+    say(*choice.lines, flush=True)
+    from swinv2_moe.train.run import train
+
+    config = choice.config
+    continuation = f"swinv2-moe train {config.OUTPUT}"
+    if train(config, None, continuation, largest_batch=choice.largest_batch) is None:
+        raise KeyboardInterrupt
+    return load(config.OUTPUT, config.DEVICE)
 
 
 def load(

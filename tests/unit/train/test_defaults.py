@@ -207,3 +207,9 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     experts = choose(photos, [*opts, "MODEL.UPCYCLE", "weights"]).config
     assert experts.MODEL.MOE.NUM_EXPERTS == 8
     assert experts.MODEL.MOE.BLOCKS == [[], [], [1, 3, 5], [1]]
+
+
+def test_the_documentation_has_every_rule():
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "fine-tune.md").read_text()
+    for rule in defaults.RULES:
+        assert f"| `{rule.key}` | {rule.policy} |" in text

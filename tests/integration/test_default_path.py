@@ -1,0 +1,123 @@
+"""`train --data PICTURES` without --cfg, and `swinv2_moe.fit`: from a folder to a model that
+predicts, with the package's model as a stand-in, and what is printed on the way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import swinv2_moe
+from swinv2_moe.config import config_from_text
+from swinv2_moe.convert.convert import export_weights
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import bundled
+
+QUICK = ["TRAIN.EPOCHS", "2", "DATA.NUM_WORKERS", "0", "DEVICE", "cpu"]
+COLOURS = {"blue": (40, 40, 220), "red": (220, 40, 40)}
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory) -> Path:
+    """A folder with tiny.safetensors: a model of digits after two steps, at 16 px."""
+    from swinv2_moe.config import load_config
+    from swinv2_moe.train.run import train
+
+    folder = tmp_path_factory.mktemp("bundled")
+    small = "MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
+    opts = f"{small} MODEL.MOE.NUM_EXPERTS 4 TRAIN.MAX_STEPS 2 DATA.NUM_WORKERS 0 DEVICE cpu"
+    train(load_config("quickstart_digits", opts.split(), output=str(folder / "run")))
+    export_weights("single", folder / "run", folder / "tiny.safetensors")
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path, stand_in, monkeypatch) -> Path:
+    """Ten pictures of each of two colours, in folders of classes; the package has its model."""
+    monkeypatch.setattr(bundled, "DIRECTORY", stand_in)
+    monkeypatch.chdir(tmp_path)
+    for name, colour in COLOURS.items():
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = tuple(channel + 3 * number for channel in colour)
+            Image.new("RGB", (40, 36), pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def configuration(run: Path):
+    return config_from_text((run / "config.yaml").read_text(), "run")
+
+
+def test_a_folder_is_enough(photos, train_command):
+    """What was found, chosen and tried is printed before the first epoch and written to
+    config.yaml; the last lines are commands for this run; the same command goes on with it."""
+    finished = train_command("--data", "photos", "--opts", *QUICK)
+    assert (finished.status, finished.err) == (0, "")
+    lines = finished.out.splitlines()
+    assert lines[0].startswith("photos: 2 classes, 16 pictures to train on and 4 to validate")
+    assert lines[1] == "weights: bundled:tiny (swinv2_moe, 4 experts, trained at 16 px)"
+    first_epoch = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
+    before = "\n".join(lines[:first_epoch])
+    for words in ("DATA.IMG_SIZE 24", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
+        assert words in before, words
+    commands = [line.removeprefix("next:").strip() for line in lines[-3:]]
+    assert all("output/photos" in command for command in commands)
+    config = configuration(Path("output/photos"))
+    assert config.MODEL.PRETRAINED == "bundled:tiny"
+    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (24, 6)
+    assert config.MODEL.SWINV2.PRETRAINED_WINDOW_SIZES == [4, 4, 2]
+    assert (config.DATA.BATCH_SIZE, config.TRAIN.EPOCHS) == (8, 2)
+
+    again = train_command("--data", "photos")
+    assert again.status == 2
+    assert "already holds a run; --resume auto continues it" in again.err
+    resumed = train_command("--data", "photos", "--resume", "auto", "--opts", "TRAIN.EPOCHS", "3")
+    assert (resumed.status, resumed.err) == (0, "")
+    assert "epoch 3/3" in resumed.out
+    assert "weights:" not in resumed.out
+
+
+def test_fit_returns_what_load_returns(photos, capsys):
+    model = swinv2_moe.fit("photos", "run", QUICK)
+    assert "weights: bundled:tiny" in capsys.readouterr().out
+    assert model.class_names == ["blue", "red"]
+    loaded = swinv2_moe.load("run", "cpu")
+    for name, tensor in model.module.state_dict().items():
+        assert torch.equal(tensor, loaded.module.state_dict()[name]), name
+    with pytest.raises(UserError, match="already holds a run"):
+        swinv2_moe.fit("photos", "run", QUICK)
+
+
+def test_ranks_decide_alike(photos, start_ranks, stand_in, tmp_path):
+    """The batch of each rank is its share of the largest one."""
+    weights = ["MODEL.PRETRAINED", stand_in / "tiny.safetensors"]
+    outcomes = start_ranks(
+        2,
+        "tools/train.py",
+        "--data",
+        photos,
+        "--output",
+        tmp_path / "two",
+        "--opts",
+        *QUICK,
+        *weights,
+    )
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert configuration(tmp_path / "two").DATA.BATCH_SIZE == 4
+    assert outcomes[0].out.count("expected duration") == 1
+    assert "expected duration" not in outcomes[1].out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "--data PICTURES fine-tunes a model on a folder of pictures"),
+        (["--data", "none"], "error: DATA.PATH is 'none': no such directory"),
+        (["--data", "photos", "--resume", "other"], "error: --resume other: needs the --cfg"),
+        (["--data", "photos/blue"], "error: DATA.PATH is 'photos/blue'"),
+    ],
+)
+def test_one_line_for_arguments_that_cannot_be_used(photos, train_command, words, reason):
+    finished = train_command(*words)
+    assert finished.status == 2
+    assert reason in finished.err.splitlines()[-1]
