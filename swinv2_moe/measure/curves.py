@@ -74,6 +74,12 @@ _FIGURES = (
         {"training": _step("loss"), "validation": _epoch("val_loss")},
         from_zero=False,
     ),
+    Figure(
+        "Loss of labels and teacher",
+        "in training, before their weights",
+        {"labels": _step("label_loss"), "teacher": _step("teacher_loss")},
+        from_zero=False,
+    ),
     Figure("Accuracy", "% of the validation images", {"top-1": _epoch("val_top1"), "top-5": _top5}),
     Figure("Learning rate", "the largest of all parameter groups", {"": _step("lr")}),
     Figure(

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import Validation
+from swinv2_moe.measure.run_entries import NUMBER, fits
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
 from swinv2_moe.output import printable
@@ -110,6 +111,11 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if summary:
         facts["parameters"] = f"{summary['parameters'] / 1e6:.2f}M"
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
+    if run.config.TRAIN.DISTILL.TEACHER:
+        facts["teacher"] = run.config.TRAIN.DISTILL.TEACHER
+    if fits(summary, {"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}):
+        size = f"{summary['teacher_cache_bytes'] / 1e6:,.1f} MB"
+        facts["teacher's outputs"] = f"{size}, {summary['teacher_hit_rate']:.0%} from the cache"
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
     facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
     facts["images/s, training"] = f"{median(step['images_per_second'] for step in run.steps):,.0f}"

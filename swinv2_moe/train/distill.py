@@ -219,12 +219,13 @@ class Distillation:
     def headline(self) -> str:
         """The teacher and its cache, for the log."""
         teacher, cache = self.teacher, self.cache
+        views = "1 view" if self.views == 1 else f"{self.views} views"
         columns = ""
         if self.columns is not None:
             columns = f", {len(self.columns):,} of them are the data's"
         return (
             f"teacher {teacher.name}: {len(teacher.class_names):,} classes{columns}, images of"
-            f" {teacher.img_size} pixels; {self.views} views, cache {cache.folder}"
+            f" {teacher.img_size} pixels; {views}, cache {cache.folder}"
             f" ({cache.total_bytes() / 1e6:,.1f} MB)"
         )
 
@@ -360,7 +361,7 @@ def checksum_of_images(source: Source) -> str:
     for name in names:
         digest.update(f"{name[common:]}\n".encode(errors="surrogateescape"))
     for index in range(0, size, -(-size // _SAMPLE)):
-        with suppress(OSError):
+        with suppress(Exception):  # a damaged image; formats raise any type
             digest.update(hashlib.sha256(source.read(index)).digest())
     return digest.hexdigest()
 

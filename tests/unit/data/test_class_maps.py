@@ -5,7 +5,7 @@ import json
 import pytest
 from tool_cases import command
 
-from swinv2_moe.data.classes import class_names, map_classes
+from swinv2_moe.data.classes import class_names, imagenet_names, map_classes, match_all
 from swinv2_moe.errors import UserError
 
 # The first lines of the map that Swin-Transformer publishes (data/map22kto1k.txt).
@@ -55,3 +55,29 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     done = make_class_map(old, new, "--output", output)
     assert (done.status, done.err.count("\n")) == (2, 1)
     assert "none of its 1 classes (dog" in done.err
+
+
+def test_all_classes_are_matched_by_id_or_english_name():
+    imagenet = imagenet_names(1000)
+    assert imagenet == class_names("imagenet-1k")
+    names = ["n01443537", "Tinca_tinca", "great white shark", "GOLDEN-RETRIEVER"]
+    assert match_all(imagenet, names, "t") == [1, 0, 2, 207]
+    assert match_all(["b", "a"], ["a"], "t") == [1]
+    assert imagenet_names(3) == ["0", "1", "2"]
+    assert match_all(imagenet_names(3), ["cat", "dog", "owl"], "t") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["goldfish", "my cat"], "t: does not know 1 of the 2 classes of the data: my cat; its"),
+        (["crane"], "does not know"),  # a bird and a machine
+        (
+            ["goldfish", "n01443537"],
+            "'goldfish' and 'n01443537' of the data are both .*'n01443537'",
+        ),
+    ],
+)
+def test_classes_that_a_teacher_cannot_have(names, says):
+    with pytest.raises(UserError, match=says):
+        match_all(imagenet_names(1000), names, "t")

@@ -52,6 +52,15 @@ def contents(source) -> dict[bytes, int]:
     return {source.read(i): int(source.targets[i]) for i in range(len(source))}
 
 
+def test_other_labels(load, made):
+    train = load("shards", made).train
+    other = train.relabelled([5, 0, 7])
+    assert set(other.targets) == {0, 5, 7}
+    for source in (other, pickle.loads(pickle.dumps(other))):
+        assert source.targets.tolist() == np.array([5, 0, 7])[train.targets].tolist()
+        assert source.read(11) == train.read(11)
+
+
 # making
 
 

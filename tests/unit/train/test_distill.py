@@ -8,15 +8,19 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from run_cases import interrupt_at, weights_of
 from safetensors.torch import save_file
 
 from swinv2_moe.config import all_sections
 from swinv2_moe.data.build import build_data, training_loader
+from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import distill, teacher
+from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.meta import read_meta
 from swinv2_moe.train.run import train
 from swinv2_moe.train.step import distillation_loss
 
@@ -212,6 +216,61 @@ def test_a_run_as_teacher(config_of, make_config, tmp_path, computed):
     assert summary["teacher"] == str(tmp_path / "own")
     (record,) = (tmp_path / "cache").rglob("teacher.json")
     assert json.loads(record.read_text())["input"][1] == 32
+
+
+@pytest.fixture
+def colours(tmp_path) -> dict[str, object]:
+    """Keys of 32 + 8 pictures, blue and red, and a teacher that knows green, red and blue."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 4)):
+        for name in ("blue", "red"):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    (tmp_path / "known").mkdir()
+    model = timm.create_model("test_resnet", num_classes=3)
+    save_file(model.state_dict(), tmp_path / "known" / "model.safetensors")
+    description = {"architecture": "test_resnet", "num_classes": 3}
+    description["label_names"] = ["green", "red", "blue"]
+    (tmp_path / "known" / "config.json").write_text(json.dumps(description))
+    return {
+        "DATA.DATASET": "folder",
+        "DATA.PATH": tmp_path / "data",
+        "DATA.NUM_WORKERS": 0,
+        "DATA.BATCH_SIZE": 16,
+        "TRAIN.EPOCHS": 1,
+        "TRAIN.WARMUP_EPOCHS": 0,
+        "TRAIN.DISTILL.TEACHER": tmp_path / "known",
+    }
+
+
+def test_classes_of_the_data_and_of_the_teacher(config_of, colours, tmp_path):
+    names, outputs = {}, {}
+    for classes, count in (("data", 2), ("teacher", 3)):
+        keys = colours | {"TRAIN.DISTILL.CLASSES": classes}
+        keys["TRAIN.DISTILL.CACHE"] = tmp_path / f"of_{classes}"
+        assert train(config_of(classes, keys))["epochs"] == 1
+        names[classes] = read_meta(tmp_path / classes / "checkpoints" / "best")["class_names"]
+        (content,) = files_of(tmp_path / f"of_{classes}").values()
+        outputs[classes] = np.frombuffer(content[:-32], "<f2").reshape(32, count)
+    assert names == {"data": ["blue", "red"], "teacher": ["green", "red", "blue"]}
+    assert (outputs["data"] == outputs["teacher"][:, [2, 1]]).all()
+    # who evaluates the second run finds the data's classes by name
+    with open_deployed(str(tmp_path / "teacher")) as deployed:
+        sources, note = deployed.aligned(load_sources(deployed.data))
+    assert set(sources.val.targets.tolist()) == {1, 2}
+    assert note == "1 of 3 classes of the checkpoint are not in the data: green"
+
+
+@pytest.mark.parametrize("classes", ["data", "teacher"])
+def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, classes):
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "red").rename(tmp_path / "data" / split / "pink")
+    with pytest.raises(UserError, match=r"does not know 1 of the 2 classes of the data: pink;"):
+        train(config_of("run", colours | {"TRAIN.DISTILL.CLASSES": classes}))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
