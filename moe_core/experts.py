@@ -22,7 +22,6 @@ from moe_core.ops import (
     casts_weights,
     empty,
     expert_ffn,
-    fuses_unpacked,
     moe_ffn,
     pack_weights,
     product_dtype,
@@ -247,8 +246,6 @@ class Experts(nn.Module):
         config = self.config
         if weights is not None:
             used = weights()
-        elif self._fuses(x, gates, plan):
-            used = self.parameters_by_field
         else:
             used = self.weights(x.dtype)
         dropout = 0.0
@@ -262,14 +259,6 @@ class Experts(nn.Module):
         if isinstance(used, ExpertWeights) and used.w1 is self.w1:
             casts = self._casts
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
-
-    def _fuses(self, x: Tensor, gates: Tensor | None, plan: DispatchPlan | None) -> bool:
-        """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
-        config = self.config
-        if plan is None or config.int8_inference:
-            return False
-        kernel = (config.activation, config.kernels)
-        return fuses_unpacked(x, gates, self.parameters_by_field, plan, *kernel)
 
 
 class SharedExperts(Experts):

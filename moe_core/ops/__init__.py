@@ -11,7 +11,6 @@ from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.op import (
     casts_weights,
     expert_ffn,
-    fuses_unpacked,
     moe_ffn,
     pack_weights,
     product_dtype,
@@ -39,7 +38,6 @@ __all__ = [
     "empty",
     "expert_ffn",
     "expert_linear",
-    "fuses_unpacked",
     "int8_ffn",
     "inverse_plan",
     "loss_of_sums",

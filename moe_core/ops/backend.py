@@ -94,17 +94,7 @@ def _cpp_ffn(request: Request) -> bool:
     if request.activation not in KERNEL_ACTIVATIONS or request.dtype not in _FP32_AND_BF16:
         return False
     packed = library.packed_dtype(request.dtype, request.kernels)
-    return request.weight_dtype in (torch.float32, request.dtype, packed)
-
-
-def _cpp_moe_ffn(request: Request) -> bool:
-    if request.activation not in KERNEL_ACTIVATIONS or request.weight_dtype != torch.float32:
-        return False
-    if request.dtype == torch.bfloat16:
-        in_products = library.packed_dtype(request.dtype, request.kernels) == torch.int16
-    else:
-        in_products = request.dtype == torch.float32
-    return in_products and request.gate_dtype in (None, torch.float32)
+    return request.weight_dtype in (*_FP32_AND_BF16, packed)
 
 
 def _cpp_int8(request: Request) -> bool:
@@ -139,12 +129,7 @@ FORMS = {
         Form("cpp", "combine.cpp", _cpp_rows),
         Form("torch", "combine.reference", _everything),
     ),
-    "moe_ffn": (  # with dispatch and combine
-        Form("triton", "ffn.triton", _triton_ffn),
-        Form("cpp", "ffn.fused", _cpp_moe_ffn),
-        Form("torch", "", _everything),  # none: dispatch, ffn and combine
-    ),
-    "ffn": (
+    "ffn": (  # with dispatch and combine, but in torch
         Form("triton", "ffn.triton", _triton_ffn),
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.reference", _everything),

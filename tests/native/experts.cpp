@@ -1,85 +1,103 @@
-// Runs the experts' kernels on a problem from stdin, forward and backward, and writes the results to stdout. A program
-// of its own, so that it also runs in an emulator of another CPU.
+// Runs the experts' kernel on a problem from stdin, forward and backward, and writes the results to stdout. Another number
+// of threads must give the same bits. A program of its own, so that it also runs in an emulator of another CPU and with
+// the sanitizers.
 //
-// stdin:  the integers experts, rows, model dim, hidden dim, activation, rows in bf16, weights in bf16, threads, packed,
-//         gated, layout; then rows, w1, b1, w2, b2, of gated experts w3 and b3, ends, grad. Layout 0: weights [E, H, M];
-//         1: w1 and w3 in one tensor [E, 2, H, M], w2 [E, M, H]; 2: w1 and w3 in one tensor [E, M, H, 2], w2 [E, M, H]
-// stdout: out, and the gradients of rows, w1, w2, b1, b2, of gated experts w3 and b3; those of weights are [E, M, H] where
-//         the weights are
+// stdin:  the integers tokens, top-k, experts, model dim, hidden dim, rows of the hidden layer, activation, threads, rows
+//         of the plan, with gates, with biases, gated, in bf16, weights in bf16, transposed, packed, seed and least noise
+//         of dropout; its scale in fp64 (0: none); then tokens, gates, w1, b1, w2, b2, w3, b3, choices, ends, grad. With
+//         bf16 tokens and grad are in it.
+// stdout: out, with packed weights once more, and the gradients of what there is of tokens, gates, w1, b1, w2, b2, w3, b3
 
-#include <cstdint>
-#include <cstdio>
+#include <algorithm>
+#include <cstring>
 
 #include "ffn.hpp"
 #include "memory.hpp"
 
 namespace {
 
-void write(const void* start, long bytes) { std::fwrite(start, 1, bytes, stdout); }
-void set(long* strides, long expert, long unit, long model) {
-  strides[0] = expert, strides[1] = unit, strides[2] = model;
+float* numbers(long count) { return reinterpret_cast<float*>(memory(count * 4)); }
+void write(const float* start, long count) { std::fwrite(start, 4, count, stdout); }
+
+// The results of a forward pass [T, M]; hidden may be null.
+float* forward(const Problem& p, char* hidden) {
+  float* out = numbers(p.num_tokens * p.model_dim);
+  if (experts_forward(&p, memory(experts_space(&p, 0)), out, hidden)) std::exit(4);
+  return out;
 }
-float* floats(long count) { return reinterpret_cast<float*>(memory(count * 4)); }
+
+struct Gradients {
+  float* to[8];
+
+  Gradients(const Problem& p, const char* grad, const char* hidden, const long* sizes) {
+    for (int i = 0; i < 8; i++) {
+      to[i] = sizes[i] < 0 ? nullptr : numbers(sizes[i]);
+      if (i > 0 && to[i]) std::fill_n(to[i], sizes[i], 0.0f);  // what belongs to no row is left to Python
+    }
+    if (experts_backward(&p, memory(experts_space(&p, 1)), grad, hidden, to[0], to[1], to[2], to[3], to[4], to[5], to[6],
+                         to[7]))
+      std::exit(4);
+  }
+};
+
+bool same(const float* a, const float* b, long count) { return std::memcmp(a, b, count * 4) == 0; }
 
 }  // namespace
 
 int main() {
-  const int64_t* n = reinterpret_cast<int64_t*>(read(11 * 8));
-  const long E = n[0], N = n[1], M = n[2], H = n[3], weight = n[6] ? 2 : 4, number = n[5] ? 2 : 4;
+  const int64_t* n = reinterpret_cast<int64_t*>(read(18 * 8));
+  const long T = n[0], K = n[1], E = n[2], M = n[3], H = n[4], N = n[8], bytes = n[12] ? 2 : 4, weight_bytes = n[13] ? 2 : 4;
+  const bool with_gates = n[9], biased = n[10], gated = n[11], transposed = n[14], packed = n[15];
   Problem p = {};
-  p.num_experts = E, p.model_dim = M, p.hidden_dim = H, p.activation = n[4], p.rows_bf16 = n[5], p.weights_bf16 = n[6];
-  p.threads = n[7];
-  const bool gated = n[9];
-  const long layout = n[10], step = layout ? 2 * H * M : H * M;  // from one expert to the next
-  p.rows = read(N * M * number);
-  const char* w1 = read(E * step * weight);
-  p.w1 = w1;
-  p.b1 = reinterpret_cast<float*>(read(E * H * 4));
-  p.w2 = read(E * H * M * weight);
-  p.b2 = reinterpret_cast<float*>(read(E * M * 4));
-  const auto set_first = [&](long* strides) { layout == 2 ? set(strides, step, 2, 2 * H) : set(strides, step, M, 1); };
-  const auto set_own = [&](long* strides, bool transposed) {
-    transposed ? set(strides, H * M, 1, H) : set(strides, H * M, M, 1);
-  };
-  set_first(p.w1_strides);
-  set_own(p.w2_strides, layout);
-  set_own(p.grad_w1_strides, layout == 2);
-  set_own(p.grad_w2_strides, layout);
-  if (gated) {
-    p.w3 = layout ? w1 + (layout == 2 ? 1 : H * M) * weight : read(E * H * M * weight);
-    p.b3 = reinterpret_cast<float*>(read(E * H * 4));
-    set_first(p.w3_strides);
+  p.num_tokens = T, p.top_k = K, p.num_experts = E, p.model_dim = M, p.hidden_dim = H, p.hidden_rows = n[5];
+  p.activation = n[6], p.threads = n[7], p.in_bf16 = n[12], p.weights_bf16 = n[13], p.seed = n[16], p.least = n[17];
+  p.scale = static_cast<float>(*reinterpret_cast<double*>(read(8)));
+  for (long* strides : {p.w1_strides, p.w2_strides, p.w3_strides})
+    strides[0] = H * M, strides[1] = transposed ? 1 : M, strides[2] = transposed ? H : 1;
+  const long sizes[] = {
+      T * M, with_gates ? T * K : -1, E * H * M, biased ? E * H : -1, E * H * M, biased ? E * M : -1,
+      gated ? E * H * M : -1, gated && biased ? E * H : -1};  // -1: it is not there
+  const void* inputs[8];
+  for (int i = 0; i < 8; i++) {
+    const bool matrix = i == 2 || i == 4 || i == 6;
+    inputs[i] = sizes[i] < 0 ? nullptr : read(sizes[i] * (i == 0 ? bytes : matrix ? weight_bytes : 4));
   }
+  const auto fp32 = [&](int i) { return static_cast<const float*>(inputs[i]); };
+  p.tokens = inputs[0], p.gates = fp32(1), p.w1 = inputs[2], p.b1 = fp32(3), p.w2 = inputs[4], p.b2 = fp32(5);
+  p.w3 = inputs[6], p.b3 = fp32(7);
+  p.choices = reinterpret_cast<int64_t*>(read(N * 8));
   p.ends = reinterpret_cast<int32_t*>(read(E * 4));
-  const char* grad = read(N * M * number);
-  char *out = memory(N * M * number), *hidden = memory((1 + gated) * N * H * number);
-  if (n[8]) {
-    const bool pairs = p.rows_bf16 && bf16_product_bytes() == 2;
-    Problem packed = p;
-    const auto pack = [&](const void* from, bool is_w2) -> const void* {
-      if (!from) return nullptr;
-      char* to = memory(E * H * M * 4);
-      pack_weight(static_cast<const float*>(from), to, E, H, M, is_w2, p.rows_bf16, p.threads);
-      return to;
-    };
-    packed.w1 = pack(p.w1, false), packed.w2 = pack(p.w2, true), packed.w3 = pack(p.w3, false);
-    packed.packed = 1, packed.weights_bf16 = pairs;
-    experts_forward(&packed, memory(forward_space(&packed)), out, nullptr);
-    write(out, N * M * number);
+  const char* grad = read(T * M * bytes);
+  const long hidden_bytes = (1 + gated) * p.hidden_rows * H * bytes;
+  Problem other = p;
+  other.threads = p.threads == 1 ? 2 : 1;
+
+  char *hidden = memory(hidden_bytes), *other_hidden = memory(hidden_bytes);
+  const float* out = forward(p, hidden);
+  for (const float* again : {forward(p, nullptr), forward(other, other_hidden)})
+    if (!same(out, again, T * M)) return 5;
+  write(out, T * M);
+
+  if (packed) {
+    Problem by_packs = p;
+    for (const void** w : {&by_packs.w1, &by_packs.w2, &by_packs.w3}) {
+      if (!*w) continue;
+      char* to = memory(E * H * M * (p.in_bf16 ? bf16_product_bytes() : 4));
+      pack_weight(static_cast<const float*>(*w), to, E, H, M, w == &by_packs.w2, p.in_bf16, p.threads);
+      *w = to;
+    }
+    by_packs.packed = 1;
+    const float* found = forward(by_packs, nullptr);
+    by_packs.threads = other.threads;
+    if (!same(found, forward(by_packs, nullptr), T * M)) return 5;
+    write(found, T * M);
   }
-  experts_forward(&p, memory(forward_space(&p)), out, hidden);
-  write(out, N * M * number);
-  const long bytes = E * H * M * weight;
-  char *by_rows = memory(N * M * number), *by_w1 = memory(bytes), *by_w2 = memory(bytes);
-  char* by_w3 = gated ? memory(bytes) : nullptr;
-  float *by_b1 = floats(E * H), *by_b2 = floats(E * M), *by_b3 = gated ? floats(E * H) : nullptr;
-  experts_backward(&p, memory(backward_space(&p)), grad, hidden, by_rows, by_w1, by_b1, by_w2, by_b2, by_w3, by_b3);
-  write(by_rows, N * M * number);
-  write(by_w1, bytes);
-  write(by_w2, bytes);
-  write(by_b1, E * H * 4);
-  write(by_b2, E * M * 4);
-  if (!gated) return 0;
-  write(by_w3, bytes);
-  write(by_b3, E * H * 4);
+
+  const Gradients to(p, grad, hidden, sizes), again(other, grad, other_hidden, sizes);
+  for (int i = 0; i < 8; i++) {
+    if (!to.to[i]) continue;
+    if (!same(to.to[i], again.to[i], sizes[i])) return 6;
+    write(to.to[i], sizes[i]);
+  }
+  return 0;
 }

@@ -1,6 +1,6 @@
-"""The experts' networks on a CPU, in C++."""
+"""The experts' networks on a CPU, with dispatch and combine, in one C++ operation."""
 
-# E experts, N rows, M model dim, H hidden dim
+# T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
 import ctypes
 from ctypes import c_float, c_long, c_void_p
@@ -11,7 +11,12 @@ from torch import Tensor
 from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.buffers import empty
 from moe_core.ops.ffn.dropout import Dropout
-from moe_core.ops.ffn.inputs import ExpertWeights, FFNInputs, check_offsets, is_transposed
+from moe_core.ops.ffn.inputs import (
+    ExpertWeights,
+    MoEFFNInputs,
+    check_offsets,
+    hidden_rows,
+)
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
@@ -52,86 +57,63 @@ def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
     return dtype
 
 
-def forward(inputs: FFNInputs) -> tuple[Tensor, Tensor]:
-    """out [N, M] and, if it is kept, the hidden layer [N, H] before the activation.
-
-    For gated experts, both the products with w1 and those with w3 are kept: [2 N, H], first those
-    of the rows in use.
-    """
-    rows, hidden_dim = inputs.rows, inputs.w1.shape[1]
+def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
+    """out [T, M] and, if it is kept, the hidden layer before the activation, in C++'s order."""
+    call = _Call(inputs)
+    tokens = call.tokens
+    out = empty(tokens.shape, torch.float32, tokens.device)
     num_kept = 0
     if inputs.keep_hidden:
-        num_kept = inputs.weights.num_kept
-    call = _Call(inputs)
-    out = empty(rows.shape, rows.dtype, rows.device)
-    hidden = empty((num_kept * len(rows), hidden_dim), rows.dtype, rows.device)
+        num_kept = inputs.weights.num_kept * call.hidden_rows
+    hidden = empty((num_kept, inputs.w1.shape[1]), tokens.dtype, tokens.device)
     kept = None
     if inputs.keep_hidden:
         kept = hidden
     call.run("forward", [out, kept])
-    if call.num_used_rows < len(rows):
-        out[call.num_used_rows :] = 0
-        hidden[num_kept * call.num_used_rows :] = 0
-    return out, hidden
+    return out.to(inputs.out_dtype), hidden
 
 
 def backward(
-    inputs: FFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
+    inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of the rows and of the fields of ExpertWeights; None where `needs` is False."""
-    tensors = {"rows": inputs.rows, **inputs.weights._asdict()}
-    by_field: dict[str, Tensor | None] = {}
-    for (name, tensor), is_needed in zip(tensors.items(), needs, strict=True):
-        by_field[name] = None
+    """Gradients of tokens, gates and the fields of ExpertWeights; None where `needs` is False."""
+    differentiable = (inputs.tokens, inputs.gates, *inputs.weights)
+    gradients: list[Tensor | None] = []
+    for tensor, is_needed in zip(differentiable, needs, strict=True):
+        gradient = None
         if is_needed and tensor is not None:
-            by_field[name] = _gradient(name, tensor, inputs.weights)
+            gradient = empty(tensor.shape, torch.float32, tensor.device)
+        gradients.append(gradient)
     call = _Call(inputs)
-    like = by_field["w1"]
-    if like is None:
-        like = by_field["w3"]
-    call.set_strides("grad_w1_strides", like)
-    call.set_strides("grad_w2_strides", by_field["w2"])
-    call.run("backward", [grad.contiguous(), hidden, *by_field.values()])
-    for name, tensor in tensors.items():
-        gradient = by_field[name]
-        if gradient is None or tensor is None:
-            continue
-        if name == "rows":
-            gradient[call.num_used_rows :] = 0
-        else:
+    _, of_gates, *of_weights = gradients
+    if of_gates is not None:
+        of_gates.zero_()  # C++ adds to those of kept choices
+    for gradient in of_weights:
+        if gradient is not None:
             for e in call.unused_experts:
                 gradient[e] = 0
-        by_field[name] = gradient.to(tensor.dtype)
-    return list(by_field.values())
+    call.run("backward", [grad.to(hidden.dtype).contiguous(), hidden, *gradients])
+    computed: list[Tensor | None] = []
+    for tensor, gradient in zip(differentiable, gradients, strict=True):
+        if tensor is not None and gradient is not None:
+            gradient = gradient.to(tensor.dtype)
+        computed.append(gradient)
+    return computed
 
 
-def _gradient(name: str, tensor: Tensor, weights: ExpertWeights) -> Tensor:
-    """An uninitialised gradient.
-
-    The gradient of a weight has the weight's memory order, so autograd does not copy it. The
-    gradient of w3 has the memory order of w1.
-    """
-    if name.startswith("b"):
-        return empty(tensor.shape, torch.float32, tensor.device)
-    like = weights.w1 if name == "w3" else tensor
-    if name == "rows" or not is_transposed(like):
-        return empty(tensor.shape, tensor.dtype, tensor.device)
-    num_experts, hidden_dim, model_dim = tensor.shape
-    shape = (num_experts, model_dim, hidden_dim)
-    return empty(shape, tensor.dtype, tensor.device).transpose(1, 2)
+_POINTERS = ("tokens", "gates", *ExpertWeights._fields, "choices", "offsets")
+_SIZES = ("num_tokens", "top_k", "num_experts", "model_dim", "hidden_dim", "hidden_rows")
+_SETTINGS = ("activation", "threads", "in_bf16", "weights_bf16", "packed")
+_STRIDES = ("w1_strides", "w2_strides", "w3_strides")
+_DROPOUT = ("seed", "least")
 
 
-_POINTERS = FFNInputs._fields[: FFNInputs._fields.index("activation")]  # its tensors
-_SIZES = ("num_experts", "model_dim", "hidden_dim", "threads")
-_SETTINGS = ("rows_bf16", "weights_bf16", "packed", "activation", "least")
-_STRIDES = ("w1_strides", "w2_strides", "w3_strides", "grad_w1_strides", "grad_w2_strides")
-
-
-class _Problem(ctypes.Structure):  # as in native/ffn.hpp
+class _Problem(ctypes.Structure):  # as Problem in native/ffn.hpp
     _fields_ = (
         [(name, c_void_p) for name in _POINTERS]
         + [(name, c_long) for name in (*_SIZES, *_SETTINGS)]
         + [(name, c_long * 3) for name in _STRIDES]
+        + [(name, c_long) for name in _DROPOUT]
         + [("scale", c_float)]
     )
 
@@ -139,60 +121,102 @@ class _Problem(ctypes.Structure):  # as in native/ffn.hpp
 class _Call:
     """The arguments of a C++ call. It keeps the tensors that they point to alive."""
 
-    def __init__(self, inputs: FFNInputs) -> None:
-        rows, w1 = inputs.rows, inputs.w1
-        weights = inputs.weights
-        ends = inputs.offsets.tolist()
-        # otherwise C++ could read past the end of a tensor
-        weights.check(inputs.activation, rows.shape[1], len(ends))
-        check_offsets(ends, len(rows))
+    def __init__(self, inputs: MoEFFNInputs) -> None:
+        ends = _checked_ends(inputs)
         starts = [0] + ends[:-1]
-        self.num_used_rows = ends[-1]
         self.unused_experts = [e for e in range(len(ends)) if starts[e] == ends[e]]
-        weights = weights._replace(
-            b1=_in_fp32(weights.b1), b2=_in_fp32(weights.b2), b3=_in_fp32(weights.b3)
-        )
-        offsets = inputs.offsets.int().contiguous()
-        # in the order of FFNInputs
-        self.tensors = [rows.contiguous(), *weights, offsets, inputs.noise]
-        num_experts, hidden_dim, model_dim = w1.shape
+        self.hidden_rows = hidden_rows(len(inputs.choices), len(ends))
         self.kernels = inputs.kernels
-        rate = 0.0
-        if inputs.noise is not None:
-            rate = inputs.dropout
-        dropout = Dropout.of(rate)
+        if not inputs.keep_hidden and any(map(_has_gaps, inputs.weights.matrices().tensors())):
+            inputs = _with_used_experts(inputs, self.unused_experts)
+        dtype = product_dtype(inputs.tokens.dtype, self.kernels)
+        matrices = {name: _readable(getattr(inputs, name)) for name in ("w1", "w2", "w3")}
+        numbers = {name: _in_fp32(getattr(inputs, name)) for name in ("gates", "b1", "b2", "b3")}
+        self.tokens = inputs.tokens.to(dtype).contiguous()
+        self.tensors = {
+            "tokens": self.tokens,
+            "choices": inputs.choices.long().contiguous(),
+            "offsets": inputs.offsets.int().contiguous(),
+            **matrices,
+            **numbers,
+        }
+        num_experts, hidden_dim, model_dim = inputs.w1.shape
         self.problem = _Problem(
-            *map(pointer, self.tensors),
+            *[pointer(self.tensors[name]) for name in _POINTERS],
+            num_tokens=len(inputs.tokens),
+            top_k=inputs.slots.shape[1],
             num_experts=num_experts,
             model_dim=model_dim,
             hidden_dim=hidden_dim,
-            threads=torch.get_num_threads(),
-            rows_bf16=rows.dtype == torch.bfloat16,
-            weights_bf16=w1.dtype in (torch.bfloat16, torch.int16),
-            packed=w1.dtype in PACKED_DTYPES,
+            hidden_rows=self.hidden_rows,
             activation=KERNEL_ACTIVATIONS.index(inputs.activation),
-            least=dropout.threshold,
-            scale=dropout.scale,
+            threads=torch.get_num_threads(),
+            in_bf16=dtype == torch.bfloat16,
+            weights_bf16=inputs.w1.dtype == torch.bfloat16,
+            packed=inputs.w1.dtype in PACKED_DTYPES,
         )
-        for name in ("w1", "w2", "w3"):
-            self.set_strides(f"{name}_strides", getattr(weights, name))
-
-    def set_strides(self, name: str, tensor: Tensor | None) -> None:
-        if tensor is not None:
-            setattr(self.problem, name, (c_long * 3)(*tensor.stride()))
+        for name, weight in matrices.items():
+            if weight is not None:
+                setattr(self.problem, f"{name}_strides", (c_long * 3)(*weight.stride()))
+        if inputs.seed is not None:
+            rule = Dropout.of(inputs.dropout)
+            self.problem.seed, self.problem.least = int(inputs.seed), rule.threshold
+            self.problem.scale = rule.scale
 
     def run(self, direction: str, tensors: list[Tensor | None]) -> None:
-        if self.num_used_rows == 0:
-            return
-        problem = ctypes.byref(self.problem)
-        functions = library(self.kernels)
-        space = getattr(functions, f"{direction}_space")(problem)
+        problem, functions = ctypes.byref(self.problem), library(self.kernels)
+        space = functions.experts_space(problem, c_long(direction == "backward"))
         memory = empty((space,), torch.uint8, torch.device("cpu"))
         function = getattr(functions, f"experts_{direction}")
-        function(problem, pointer(memory), *map(pointer, tensors))
+        if function(problem, pointer(memory), *map(pointer, tensors)) != 0:
+            raise ValueError("choices: one is not below the number of tokens times top_k")
 
 
-def _in_fp32(bias: Tensor | None) -> Tensor | None:
-    if bias is None:
+def _checked_ends(inputs: MoEFFNInputs) -> list[int]:
+    """The ends of the experts' rows. Without these checks C++ could read or write past the end of
+    a tensor.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    num_tokens, model_dim = inputs.tokens.shape
+    if inputs.offsets.dim() != 1 or inputs.slots.dim() != 2:
+        raise ValueError(
+            f"offsets is {list(inputs.offsets.shape)}, slots {list(inputs.slots.shape)}, not"
+            " [E] and [T, K]"
+        )
+    ends: list[int] = inputs.offsets.tolist()
+    inputs.weights.check(inputs.activation, model_dim, len(ends))
+    check_offsets(ends, len(inputs.choices))
+    plan = [num_tokens, inputs.slots.shape[1]]
+    if inputs.gates is not None and list(inputs.gates.shape) != plan:
+        raise ValueError(f"gates is {list(inputs.gates.shape)}, the plan has {plan} choices")
+    return ends
+
+
+def _has_gaps(weight: Tensor) -> bool:
+    """Whether neither dim of a weight is contiguous."""
+    return weight.stride(2) != 1 and weight.stride(1) != 1
+
+
+def _readable(weight: Tensor | None) -> Tensor | None:
+    """A weight in a layout that C++ reads: as it is, or transposed."""
+    if weight is not None and _has_gaps(weight):
+        return weight.contiguous()
+    return weight
+
+
+def _with_used_experts(inputs: MoEFFNInputs, unused: list[int]) -> MoEFFNInputs:
+    """Without the experts that have no rows, whose weights would be copied for nothing."""
+    used = torch.tensor(sorted(set(range(len(inputs.offsets))) - set(unused)))
+    if len(used) == 0:
+        return inputs
+    weights = inputs.weights.map(lambda tensor: tensor[used])
+    return inputs._replace(**weights._asdict(), offsets=inputs.offsets[used])
+
+
+def _in_fp32(numbers: Tensor | None) -> Tensor | None:
+    """Gates, or a bias of any dtype."""
+    if numbers is None:
         return None
-    return bias.float().contiguous()
+    return numbers.float().contiguous()

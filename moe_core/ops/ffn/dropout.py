@@ -1,9 +1,9 @@
 """Dropout of the hidden layer in the kernels.
 
 Each element of the hidden layer has a noise value, an int16. If the noise is at least `threshold`,
-the element is kept and multiplied by `scale`. Otherwise it becomes 0. C++ reads noise that was
-drawn before. The Triton kernels compute the noise from a seed, the row and the column, in
-the forward and the backward pass, so no noise is stored.
+the element is kept and multiplied by `scale`. Otherwise it becomes 0. The kernels compute the noise
+from a seed, the row and the column, in the forward and the backward pass, so no noise is stored.
+Triton's row is the row of the plan, C++'s is the choice (token and k).
 """
 
 from typing import NamedTuple
@@ -40,22 +40,6 @@ def dropout_seed(like: Tensor) -> Tensor:
     return draw_seed(like.device)
 
 
-@torch.library.custom_op(
-    "moe_core::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def dropout_noise(rows: Tensor, w1: Tensor) -> Tensor:
-    """The noise, int16, one value for each element of the hidden layer."""
-    size = rows.shape[0] * w1.shape[1]  # in every dtype the same, so that the masks are the same
-    # Each int64 from the generator gives four int16, because the generator is slow on a CPU.
-    draws = torch.empty(-(-size // 4), dtype=torch.int64, device=rows.device)
-    return draws.random_(-(2**63), None).view(torch.int16)[:size]
-
-
 @dropout_seed.register_fake
 def _(like):
     return like.new_empty(1, dtype=torch.int64)
-
-
-@dropout_noise.register_fake
-def _(rows, w1):
-    return rows.new_empty(rows.shape[0] * w1.shape[1], dtype=torch.int16)

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_core.registry import check_activation
@@ -84,15 +85,10 @@ def check_offsets(ends: list[int], num_rows: int) -> None:
         raise ValueError(f"offsets ({ends}) must ascend from 0 to at most the {num_rows} rows")
 
 
-def is_transposed(weight: Tensor) -> bool:
-    """Whether a weight [E, H, M] is stored as [E, M, H]. There may be gaps between the rows."""
-    return weight.stride(2) != 1 and weight.stride(1) <= weight.stride(2)
-
-
 def hidden_rows(num_rows: int, num_experts: int) -> int:
-    """The rows of a hidden layer that `ffn.fused` keeps.
+    """The rows of a hidden layer that `ffn.cpp` keeps.
 
-    Each expert's rows of a range of tokens (native/moe_ffn.cpp: Cells) begin at a multiple of 16.
+    Each expert's rows of a range of tokens (native/ffn_work.hpp: Cells) begin at a multiple of 16.
     There are at most max(num_rows / 256 + E / 2, 15 + E) of these pieces.
     """
     return num_rows + num_rows // 16 + 16 * num_experts + 256
@@ -101,33 +97,6 @@ def hidden_rows(num_rows: int, num_experts: int) -> int:
 def by_name(of_weights: Sequence[bool]) -> dict[str, bool]:
     """Map the name of each field of ExpertWeights to its value in `of_weights`."""
     return dict(zip(ExpertWeights._fields, of_weights, strict=True))
-
-
-class FFNInputs(NamedTuple):
-    """The arguments of the op `moe_core::expert_ffn`, in the op's order."""
-
-    rows: Tensor  # [N, M]
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
-    w3: Tensor | None
-    b3: Tensor | None
-    offsets: Tensor  # [E] int32
-    noise: Tensor | None  # int16, of each element of the hidden layer; None: no dropout
-    activation: str
-    dropout: float
-    kernels: str
-    keep_hidden: bool  # whether the op returns what its backward pass needs
-
-    @property
-    def form(self) -> str:
-        """The module that computes the op."""
-        return "ffn.cpp"
-
-    @property
-    def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
 
 
 class MoEFFNInputs(NamedTuple):
@@ -153,11 +122,17 @@ class MoEFFNInputs(NamedTuple):
     dropout: float
     keep_hidden: bool  # whether the op returns what its backward pass needs
     kernels: str
-    form: str  # the module that computes the op: ffn.triton or ffn.fused
+    form: str  # the module that computes the op: ffn.triton or ffn.cpp
 
     @property
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        if self.gates is None:
+            return self.tokens.dtype
+        return torch.promote_types(self.tokens.dtype, self.gates.dtype)
 
     @property
     def cast_weights(self) -> ExpertWeights:

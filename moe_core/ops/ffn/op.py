@@ -3,16 +3,15 @@
 `out = dropout(act(rows_e w1[e]^T + b1[e])) w2[e] + b2[e]` for the rows of each expert e. With w3
 the activation is multiplied by `rows_e w3[e]^T + b3[e]`.
 
-There are two torch.library ops. `moe_core::expert_ffn` is in C++. `moe_core::moe_ffn`, in Triton
-and in C++, dispatches and combines too. For the backward pass both keep the hidden layer
-before the activation (for gated experts both products) and compute the activation again.
-`moe_ffn` keeps the tokens, but neither the gathered rows nor the experts' outputs. Everything else
-is `reference.feed_forward`.
+The torch.library op `moe_core::moe_ffn`, in Triton and in C++, dispatches and combines too. For the
+backward pass it keeps the tokens and the hidden layer before the activation (for gated experts both
+products) and computes the activation again. It keeps neither the gathered rows nor the experts'
+outputs. Everything else is `reference.feed_forward`.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +22,12 @@ from moe_core.ops.autograd import empty_gradients, register_gradient, schema_of
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.combine.reference import dispatch_rows, sum_rows
-from moe_core.ops.ffn.dropout import dropout_noise, dropout_seed
+from moe_core.ops.ffn.dropout import dropout_seed
 from moe_core.ops.ffn.inputs import (
     ExpertWeights,
-    FFNInputs,
     MoEFFNInputs,
     by_name,
     hidden_rows,
-    is_transposed,
 )
 from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.reference import feed_forward
@@ -70,22 +67,12 @@ def expert_ffn(
     if isinstance(weights, Int8Weights):
         return int8_ffn(rows, weights, offsets, activation, kernels)
     weights.check(activation, rows.shape[1], len(offsets))
-    if in_transform(rows):
-        return feed_forward(rows, weights, offsets, activation, dropout)
     form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
-    if form == "ffn.triton":
-        order = torch.arange(rows.shape[0], device=rows.device)
-        slots = order.unsqueeze(1)
-        plan = DispatchPlan(order, offsets, slots, None, offsets)
-        return _fused(rows, None, weights, plan, (activation, dropout, kernels, form), None)
-    if form == "ffn.reference":
+    if in_transform(rows) or form == "ffn.reference":
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
-    noise = None
-    if dropout > 0:
-        noise = dropout_noise(rows, weights.w1)
-    keep_hidden = _needs_gradients(rows, *weights)
-    inputs = FFNInputs(rows, *weights, offsets, noise, activation, dropout, kernels, keep_hidden)
-    return _expert_ffn(*inputs)[0]
+    order = torch.arange(rows.shape[0], device=rows.device)
+    plan = DispatchPlan(order, offsets, order.unsqueeze(1), None, offsets)
+    return _fused(rows, None, weights, plan, (activation, dropout, kernels, form), None)
 
 
 def moe_ffn(
@@ -116,8 +103,8 @@ def moe_ffn(
         ValueError: as `expert_ffn`.
     """
     if isinstance(weights, ExpertWeights) and not in_transform(tokens):
-        form = _moe_form(tokens, gates, weights, activation, dropout, kernels)
-        if form:
+        form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
+        if form != "ffn.reference":
             weights.check(activation, tokens.shape[1], len(plan.offsets))
             settings = (activation, dropout, kernels, form)
             return _fused(tokens, gates, weights, plan, settings, casts)
@@ -126,62 +113,6 @@ def moe_ffn(
     if gates is None:
         return dispatch(rows, inverse_plan(plan), kernels)
     return combine(rows, gates, plan, kernels)
-
-
-def _moe_form(
-    tokens: Tensor,
-    gates: Tensor | None,
-    weights: ExpertWeights,
-    activation: str,
-    dropout: float,
-    kernels: str,
-) -> str:
-    """The form that dispatches and combines too; "" if there is none."""
-    gate_dtype = None if gates is None else gates.dtype
-    request = Request(
-        kernels,
-        tokens.device.type,
-        tokens.dtype,
-        weight_dtype=weights.w1.dtype,
-        activation=activation,
-        gate_dtype=gate_dtype,
-    )
-    form = select("moe_ffn", request)
-    if form != "ffn.fused":
-        return form
-    # An exported program may run on a CPU that does not multiply bf16.
-    if tokens.dtype == torch.bfloat16 and torch.compiler.is_exporting():
-        return ""
-    # The C++ form has neither dropout nor transposed weights.
-    is_plain = all(weight.is_contiguous() for weight in weights.matrices().tensors())
-    if dropout > 0 or not is_plain:
-        return ""
-    return form
-
-
-def fuses_unpacked(
-    tokens: Tensor,
-    gates: Tensor | None,
-    weights: ExpertWeights,
-    plan: DispatchPlan,
-    activation: str,
-    kernels: str = "auto",
-) -> bool:
-    """Whether `moe_ffn` without dropout is faster with weights that are not packed before.
-
-    The C++ form packs each weight once for all rows of an expert, so this holds for many rows or
-    small weights.
-    """
-    if in_transform(tokens):
-        return False
-    if _moe_form(tokens, gates, weights, activation, 0.0, kernels) != "ffn.fused":
-        return False
-    num_experts, hidden_dim, model_dim = weights.w1.shape
-    enough = num_experts * min(hidden_dim * model_dim // 1024, 128)  # measured
-    if tokens.dtype == torch.bfloat16:
-        enough *= 4
-    # A comparison would fix the number of tokens of an exported program.
-    return torch.compiler.is_exporting() or plan.choices.shape[0] >= enough
 
 
 def _fused(
@@ -195,7 +126,7 @@ def _fused(
     activation, dropout, kernels, form = settings
     # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
     # only once, to the dtype of the parameters.
-    if weights.w1.dtype == tokens.dtype or form == "ffn.fused":
+    if weights.w1.dtype == tokens.dtype or form == "ffn.cpp":
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
         casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
@@ -275,111 +206,80 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
     return needed and torch.is_grad_enabled()
 
 
-# 1. Ops, with fake kernels, FLOPs and autograd
+# 1. The op, with its fake kernel, FLOPs and autograd
+
+_FIELDS = MoEFFNInputs._fields
+_NUM_DIFFERENTIABLE = _FIELDS.index("b3") + 1
+_GRADIENTS = ", ".join(["Tensor"] * _NUM_DIFFERENTIABLE)
 
 
-def _register(
-    name: str, inputs_type: type, plain: Callable, transposed_gradients: bool
-) -> Callable:
-    """Register the op `name` with the arguments `inputs_type`, and its backward op.
+@torch.library.custom_op(
+    "moe_core::moe_ffn",
+    mutates_args=(),
+    schema=f"({schema_of(MoEFFNInputs)}) -> (Tensor, Tensor)",
+)
+def _forward(*arguments):
+    """The output, and the hidden layer [N, H] before the activation if it is kept.
 
-    Args:
-        plain: the op's output in plain torch, of the same arguments.
-        transposed_gradients: whether gradients have the memory order of transposed weights.
-
-    Returns:
-        The function to call in place of the op.
+    For gated experts the hidden layer is [2 N, H]: the products with w1, then those with w3. Only
+    the form itself reads it: ffn.cpp has an order and more rows of its own.
     """
-    make = inputs_type._make  # type: ignore[attr-defined]
-    fields = inputs_type._fields  # type: ignore[attr-defined]
-    schema = schema_of(inputs_type)
-    num_differentiable = fields.index("b3") + 1
-    gradients = ", ".join(["Tensor"] * num_differentiable)
-
-    @torch.library.custom_op(
-        f"moe_core::{name}", mutates_args=(), schema=f"({schema}) -> (Tensor, Tensor)"
-    )
-    def forward(*arguments):
-        """The output, and the hidden layer [N, H] before the activation if it is kept.
-
-        For gated experts the hidden layer is [2 N, H]: the products with w1, then those with w3.
-        Only the form itself reads it: ffn.fused has an order and more rows of its own.
-        """
-        inputs = make(arguments)
-        return load(inputs.form).forward(inputs)
-
-    @torch.library.custom_op(
-        f"moe_core::{name}_backward",
-        mutates_args=(),
-        # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
-        schema=f"(Tensor grad, bool[] needs, {schema}, Tensor hidden) -> ({gradients})",
-    )
-    def backward(grad, needs, *arguments):
-        """Gradients of the fields up to b3; empty where `needs` is False."""
-        inputs, hidden = make(arguments[:-1]), arguments[-1]
-        computed = load(inputs.form).backward(inputs, grad, hidden, needs)
-        return tuple(grad.new_empty(0) if g is None else g for g in computed)
-
-    @forward.register_fake
-    def _(*arguments):
-        return _fake_outputs(make(arguments))
-
-    @backward.register_fake
-    def _(grad, needs, *arguments):
-        computed = empty_gradients(grad, arguments[:num_differentiable], needs)
-        if transposed_gradients:
-            _transpose(computed, make(arguments[:-1]), needs)
-        return tuple(computed)
-
-    @register_flop_formula(getattr(torch.ops.moe_core, name))
-    def _(*shapes, out_shape=None, **kwargs) -> int:
-        inputs = make(shapes)
-        return (1 + inputs.weights.num_kept) * _flops_of_product(inputs)
-
-    @register_flop_formula(getattr(torch.ops.moe_core, f"{name}_backward"))
-    def _(grad_shape, needs, *shapes, out_shape=None, **kwargs) -> int:
-        inputs = make(shapes[:-1])
-        needs_weights = needs[fields.index("w1") : num_differentiable]
-        is_gated = inputs.w3 is not None
-        return backward_products(needs[0], needs_weights, is_gated) * _flops_of_product(inputs)
-
-    backward_op = getattr(torch.ops.moe_core, f"{name}_backward")
-    return register_gradient(name, num_differentiable, backward_op, plain, saved_outputs=(1,))
+    inputs = MoEFFNInputs._make(arguments)
+    return load(inputs.form).forward(inputs)
 
 
-def _fake_outputs(inputs) -> tuple[Tensor, Tensor]:
-    tokens, dtype = inputs[0], inputs[0].dtype
-    gates = getattr(inputs, "gates", None)
-    if gates is not None:
-        dtype = torch.promote_types(dtype, gates.dtype)
+@torch.library.custom_op(
+    "moe_core::moe_ffn_backward",
+    mutates_args=(),
+    # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
+    schema=(
+        f"(Tensor grad, bool[] needs, {schema_of(MoEFFNInputs)}, Tensor hidden) -> ({_GRADIENTS})"
+    ),
+)
+def _backward(grad, needs, *arguments):
+    """Gradients of the fields up to b3; empty where `needs` is False."""
+    inputs, hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
+    computed = load(inputs.form).backward(inputs, grad, hidden, needs)
+    return tuple(grad.new_empty(0) if g is None else g for g in computed)
+
+
+@_forward.register_fake
+def _(*arguments):
+    inputs = MoEFFNInputs._make(arguments)
+    tokens, dtype = inputs.tokens, inputs.tokens.dtype
     num_kept = 0
     if inputs.keep_hidden:
-        num_rows = _rows_of(inputs).shape[0]
-        if inputs.form == "ffn.fused":
+        num_rows = inputs.choices.shape[0]
+        if inputs.form == "ffn.cpp":
             num_rows = hidden_rows(num_rows, inputs.w1.shape[0])
+            dtype = load(inputs.form).product_dtype(dtype, inputs.kernels)
         num_kept = num_rows * inputs.weights.num_kept
-    hidden = tokens.new_empty(num_kept, inputs.w1.shape[1])
-    return tokens.new_empty(tokens.shape, dtype=dtype), hidden
+    hidden = tokens.new_empty(num_kept, inputs.w1.shape[1], dtype=dtype)
+    return tokens.new_empty(tokens.shape, dtype=inputs.out_dtype), hidden
 
 
-def _transpose(gradients: list[Tensor], inputs, needs: Sequence[bool]) -> None:
-    """Give the gradients of transposed weights the memory order of the weights."""
-    layouts = {"w1": inputs.w1, "w2": inputs.w2, "w3": inputs.w1}
-    for field, like in layouts.items():
-        place = inputs._fields.index(field)
-        if needs[place] and is_transposed(like):
-            gradient = gradients[place]
-            gradients[place] = gradient.new_empty(gradient.mT.shape).mT
+@_backward.register_fake
+def _(grad, needs, *arguments):
+    return tuple(empty_gradients(grad, arguments[:_NUM_DIFFERENTIABLE], needs))
 
 
-def _rows_of(inputs):
-    """A tensor (or a shape) whose first dimension is that of the rows."""
-    return getattr(inputs, "choices", inputs[0])
+@register_flop_formula(torch.ops.moe_core.moe_ffn)
+def _(*shapes, out_shape=None, **kwargs) -> int:
+    inputs = MoEFFNInputs._make(shapes)
+    return (1 + inputs.weights.num_kept) * _flops_of_product(inputs)
+
+
+@register_flop_formula(torch.ops.moe_core.moe_ffn_backward)
+def _(grad_shape, needs, *shapes, out_shape=None, **kwargs) -> int:
+    inputs = MoEFFNInputs._make(shapes[:-1])
+    needs_weights = needs[_FIELDS.index("w1") : _NUM_DIFFERENTIABLE]
+    is_gated = inputs.w3 is not None
+    return backward_products(needs[0], needs_weights, is_gated) * _flops_of_product(inputs)
 
 
 def _flops_of_product(shapes) -> int:
     _, hidden_dim, model_dim = shapes.w1
-    return 2 * _rows_of(shapes)[0] * hidden_dim * model_dim
+    return 2 * shapes.choices[0] * hidden_dim * model_dim
 
 
 def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bool) -> int:
@@ -395,27 +295,21 @@ def backward_products(needs_rows: bool, needs_weights: Sequence[bool], gated: bo
     return num_products
 
 
-def _check_dropout(dropout: float) -> None:
-    """Raise ValueError with dropout, which second derivatives do not support."""
-    if dropout > 0:
-        raise ValueError(
-            f"hidden_dropout ({dropout}) must be 0 for second derivatives of a MoELayer"
-        )
-
-
-def _plain_expert_ffn(*fields) -> Tensor:
-    inputs = FFNInputs._make(fields)
-    _check_dropout(inputs.dropout)
-    return feed_forward(inputs.rows, inputs.weights, inputs.offsets, inputs.activation)
-
-
 def _plain_moe_ffn(*fields) -> Tensor:
     inputs = MoEFFNInputs._make(fields)
-    _check_dropout(inputs.dropout)
+    if inputs.dropout > 0:
+        raise ValueError(
+            f"hidden_dropout ({inputs.dropout}) must be 0 for second derivatives of a MoELayer"
+        )
     rows = dispatch_rows(inputs.tokens, inputs.choices, inputs.slots.shape[1])
     rows = feed_forward(rows, inputs.weights, inputs.offsets, inputs.activation)
     return sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
 
 
-_expert_ffn = _register("expert_ffn", FFNInputs, _plain_expert_ffn, transposed_gradients=True)
-_moe_ffn = _register("moe_ffn", MoEFFNInputs, _plain_moe_ffn, transposed_gradients=False)
+_moe_ffn = register_gradient(
+    "moe_ffn",
+    _NUM_DIFFERENTIABLE,
+    torch.ops.moe_core.moe_ffn_backward,
+    _plain_moe_ffn,
+    saved_outputs=(1,),
+)

@@ -1,183 +1,477 @@
-// The experts' networks on a CPU. ../ffn/cpp.py calls this and says what is computed. It is compiled once for each set of
-// instructions.
+// The experts' networks from tokens to the weighted sums of their results. ../ffn/cpp.py calls this and says what is
+// computed. It is compiled once for each set of instructions. P: the type of tokens and products, fp32 or, where an
+// instruction multiplies it, bf16.
 //
-// E experts, N rows, n rows of one expert, M model dim, H hidden dim
+// Tokens are gathered while they are packed, 16 of them side by side in a vector. Every product is a weight times these
+// vectors, so its results lie as the next product reads them. Only at the end are they turned, and added to the tokens'
+// rows. The gradient of a weight copies some columns of the tokens at a time, and packs nothing. With weights that are
+// packed already, the tokens are the first operand: few of them then leave no part of a vector empty.
+//
+// T tokens, K top-k, E experts, M model dim, H hidden dim, n choices of a cell
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "activations.hpp"
-#include "ffn.hpp"
 #include "ffn_work.hpp"
 
 namespace {
 
-// 1. The networks, forward and backward
+// 1. Products
 
-template <class Act, class T, class W>
-void forward(const Network<T, W>& net, char* memory, T* out, T* hidden) {
-  using P = ProductType<T>;
-  using Space = ForwardSpace<P>;
-  const long M = net.model_dim, H = net.hidden_dim, step = net.step();
-  T* hidden_u = hidden ? hidden + net.ends[net.num_experts - 1] * H : nullptr;  // both are kept: [2, N, H]
-  for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
-    const long begin = net.hidden_begin(item), end = net.hidden_end(item), row_step = Space::row_step(net, 0);
-    const auto nothing = [](long, long) {};
-    for (long start = item.start; start < item.end; start += row_step) {
-      const long n = std::min(row_step, item.end - start);
-      float* sum = sums + (item.sums + start - item.start) * M;
-      const auto x = Packed<P, kA>(space.x, n, M).template pack<kAlongK>(net.rows + start * M, M);
-      for (long unit = begin; unit < end; unit += step) {
-        const long units = std::min(step, end - unit), e = item.e;
-        // x w^T + bias of these units, in use(index in space.h, place in the hidden layer, count, v).
-        const auto product_with = [&](const Weight<const W>& weight, const float* bias, Ahead ahead, float* so_far, auto use) {
-          const auto w = net.packed ? panels_of(packed_expert<P>(weight.data, e, H, M, false), unit, units)
-                                    : weight.template over_model<P>(space.w, space.room, e, unit, units, M);
-          long_product(x, w, net.packed ? Ahead() : ahead, so_far, nothing, [&](long i, long j, long count, V v) {
-            if (bias) v = v + load(bias + j, count);
-            use(i * units + j, (start + i) * H + unit + j, count, v);
-          });
-        };
-        const Ahead w2_ahead = net.w2.ahead(e, unit, units);
-        const float *b1 = net.bias_of(net.b1, e, unit), *b3 = net.bias_of(net.b3, e, unit);
-        if (net.gated()) {
-          const Ahead w3_ahead = net.w3.ahead(e, unit, units);
-          product_with(net.w1, b1, w3_ahead, or_else(space.z, space.so_far), [&](long at, long place, long count, V v) {
-            if (hidden) store(hidden + place, v, count);
-            store(space.z + at, v, count);
-          });
-          product_with(net.w3, b3, w2_ahead, or_else(space.h, space.so_far), [&](long at, long place, long count, V v) {
-            if (hidden) store(hidden_u + place, v, count);
-            const V value = Gated<Act>::of(load(space.z + at, count), v).value;
-            store(space.h + at, net.dropout(value, place, count), count);
-          });
-        } else {
-          product_with(net.w1, b1, w2_ahead, or_else(space.h, space.so_far), [&](long at, long place, long count, V v) {
-            if (hidden) store(hidden + place, v, count);
-            store(space.h + at, net.dropout(Act::of(v).value, place, count), count);
-          });
-        }
-        const auto h = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(space.h, units);
-        const auto w2 = net.packed ? blocks_of(packed_expert<P>(net.w2.data, e, H, M, true), unit, units)
-                                   : net.w2.template over_units<P>(space.w, space.room, e, unit, units, M);
-        const long next = unit + units;
-        const bool reads_next = next < end && !net.packed;
-        const Ahead ahead = reads_next ? net.w1.ahead(e, next, std::min(step, end - next)) : Ahead();
-        product_into(h, w2, ahead, sum, M, unit > begin, false);
-      }
-    }
-    items.finish(item, sums, net.b2 ? net.b2 + item.e * M : nullptr, out, M);
-  });
+// The 16 rows from `row`, for the caches: tokens lie anywhere.
+template <class T>
+INLINE void fetch_rows(T* const* rows, long row, long n, long M) {
+  constexpr long line = 64 / sizeof(T);
+  for (long i = row; i < std::min(row + 16, n); i++)
+    for (long m = 0; m < M; m += line) __builtin_prefetch(rows[i] + m, 1);
 }
 
-template <class T, class W>
-struct Gradients {  // each may be null: not needed
-  T* rows;
-  Weight<W> w1, w2, w3;
-  float *b1, *b2, *b3;
+// The rows [n, M] as an operand of a product over M.
+template <Side side, class P>
+Packed<P, side> pack_rows(int32_t* to, const P* const* rows, long n, long M) {
+  const Packed<P, side> packed(to, n, M);
+  for (long p = 0; p < packed.panels; p++) {
+    const long start = packed.start(p), count = packed.end(p) - start;
+    fetch_rows(rows, start + count, n, M);
+    for (long k = 0; k < M; k += Shape<P>::depth) {
+      Words v[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) v[i] = i < count ? along(rows[start + i] + k, M - k, P()) : Words{};
+      if (side == kB || !Shape<P>::tiles) transpose(v);
+      int32_t* block = to + (p * packed.stride + k / Shape<P>::depth) * 256;
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) store_words(block + 16 * i, v[i]);
+    }
+  }
+  return packed;
+}
+// Number m of 16 rows.
+inline V number(const Rows<float>& rows, long m, long row) {
+  return load(reinterpret_cast<const float*>(rows.data) + row / 16 * rows.stride * 256 + m * 16);
+}
+inline V number(const Rows<bf16>& rows, long m, long row) {
+  Words words;
+  std::memcpy(&words, rows.data + row / 16 * rows.stride * 256 + m / 2 * 16, sizeof words);
+  V v;
+  EACH_PIECE v.p[i] = (Lanes)(m % 2 ? words.p[i] & 0xffff0000u : words.p[i] << 16);
+  return v;
+}
+
+// The rows [n, M] as B of a product over n.
+inline void pack_over_rows(const Gathered<float>&, long, long) {}
+inline void pack_over_rows(const Gathered<bf16>& gathered, long n, long M) {
+  const Rows<bf16> packed(gathered.over_rows, M, n);
+  const auto pack = [&](int32_t* to, const bf16* const* rows, long m, long left, long count) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++, rows += 2, left -= 2) {
+      const bf16* row = left > 0 ? rows[0] + m : nullptr;
+      const long stride = left > 1 ? rows[1] - rows[0] : 0;
+      store_words(to + 16 * i, across(row, stride, left, count, bf16()));
+    }
+  };
+  for (long k = 0; k < packed.blocks; k++) {
+    for (long p = 0; p < packed.panels; p++) {
+      int32_t* to = gathered.over_rows + (p * packed.stride + k) * 256;
+      if (n - 32 * k >= 32 && M - 16 * p >= 16)
+        pack(to, gathered.rows + 32 * k, 16 * p, 32, 16);
+      else
+        pack(to, gathered.rows + 32 * k, 16 * p, n - 32 * k, std::min(M - 16 * p, 16L));
+    }
+  }
+}
+
+// Hidden units as rows of the next product.
+inline Rows<float> as_rows(const Space<float>&, const Units<float>& h) {
+  return {reinterpret_cast<int32_t*>(h.data), h.rows, h.count};
+}
+inline Rows<bf16> as_rows(const Space<bf16>& space, const Units<bf16>& h) {
+  return Rows<bf16>(space.packed, h.rows, h.count).pack<kAcrossK>(h.data, h.stride);
+}
+
+// `units` hidden units of a weight times rows: use(unit, row, v) takes 16 rows.
+template <class P, class Soon, class Use>
+void over_model(const Space<P>& space, const Weight& w, long e, long unit, long units, const Rows<P>& rows, Ahead ahead,
+                Soon soon, Use use) {
+  const auto packed = w.over_model<P>(space.w, e, unit, units, rows.depth);
+  long_product(packed, rows, ahead, space.so_far, soon, [&](long i, long j, long, V v) { use(i, j, v); });
+}
+
+// The sums over hidden units of a weight times h, [M, n]; or what is there and these.
+template <class P>
+void over_units(const Space<P>& space, const Weight& w, long e, long unit, const Units<P>& h, long M, Ahead ahead,
+                bool add) {
+  const auto packed = w.over_units<P>(space.w, e, unit, h.count, M);
+  product_into(packed, as_rows(space, h), ahead, space.sums, space.sums_stride, add, false);
+}
+
+// The part of a weight that is read after the hidden units before `unit` of expert e: of the next expert after the last.
+inline Ahead next_weight(const Problem& p, const Weight& w, long e, long unit, long units) {
+  if (unit >= p.hidden_dim) e++, unit = 0;
+  if (e == p.num_experts) e = 0;
+  return w.ahead(e, unit, std::min(units, p.hidden_dim - unit));
+}
+
+// A hash of 32-bit integers: "lowbias32" of C. Wellons' hash-prospector.
+template <class Integers>
+INLINE Integers hash_32(Integers x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+// v after dropout, of 16 rows' states and hidden units. The noise is that of the Triton kernels.
+INLINE V dropped_out(const Problem& p, V v, Ints states, Ints units) {
+  EACH_PIECE {
+    const WordLanes noise = hash_32((WordLanes)states.p[i] + (WordLanes)units.p[i] * 0x9e3779b9u) >> 16;
+    v.p[i] *= (IntLanes)noise - 32768 >= static_cast<int32_t>(p.least) ? p.scale - Lanes{} : Lanes{};
+  }
+  return v;
+}
+INLINE Ints integers(int32_t first, int32_t step = 0) {
+  int32_t numbers[16];
+  for (int i = 0; i < 16; i++) numbers[i] = first + i * step;
+  return load(numbers);
+}
+
+// A tile of a weight's gradient: to [units, columns] = the sum over n rows of d [units] times b, and what is there. d is as
+// Rows, `block` numbers from 16 rows to the next; b [n, 16 kTileColumns].
+template <int units>
+void gradient_tile(const float* d, long block, const float* b, long n, float* to, long stride, long columns, bool add) {
+  V sums[units][kTileColumns];
+#pragma GCC unroll 14
+  for (int i = 0; i < units; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < kTileColumns; j++) sums[i][j] = {};
+  for (long start = 0; start < n; start += 16, d += block) {
+    const long rows = std::min(n - start, 16L);
+    for (long k = 0; k < rows; k++, b += 16 * kTileColumns) {
+#pragma GCC unroll 14
+      for (int i = 0; i < units; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < kTileColumns; j++)
+          add_products(sums[i][j], d[16 * i + k], b + 16 * j);
+    }
+  }
+#pragma GCC unroll 14
+  for (int i = 0; i < units; i++, to += stride)
+#pragma GCC unroll 2
+    for (int j = 0; j < kTileColumns; j++) {
+      const long count = columns - 16 * j;
+      if (!add && count >= 16 && reinterpret_cast<uintptr_t>(to) % 64 == 0)
+        stream(to + 16 * j, sums[i][j]);
+      else
+        store(to + 16 * j, add ? sums[i][j] + load(to + 16 * j, count) : sums[i][j], count);
+    }
+}
+
+using GradientTile = void (*)(const float*, long, const float*, long, float*, long, long, bool);
+template <class Units>
+struct GradientTiles;
+template <int... units>
+struct GradientTiles<std::integer_sequence<int, units...>> {
+  static constexpr GradientTile of_units[] = {nullptr, gradient_tile<units + 1>...};
 };
 
-// Rows [n, M] as the operand of a weight's gradient, which is the product's B, or A of a transposed weight.
-template <class P, class T, class W>
-void pack_wide(int32_t* to, const T* rows, long n, long M, const Weight<W>& gradient) {
-  if (gradient.transposed())
-    Packed<P, kA>(to, M, n).template pack<kAcrossK>(rows, M);
-  else
-    Packed<P, kB>(to, M, n).template pack<kAcrossK>(rows, M);
+// The gradient of `units` hidden units of a weight: to [units, M] (+)= d [n, units] ^T times b [n, M].
+inline void weight_gradient(const Space<float>& space, const Units<float>& d, const Gathered<float>& b, long n, long M,
+                            float* to, bool add) {
+  constexpr long wide = 16 * kTileColumns;
+  const auto tile = GradientTiles<std::make_integer_sequence<int, kTileRows>>::of_units;
+  const long units = d.count, tiles = (units + kTileRows - 1) / kTileRows;
+  for (long m = 0; m < M; m += wide) {
+    for (long i = 0; i < n; i++)
+      for (long j = 0; j < wide; j += 16)
+        if (m + j < M) store(space.columns + i * wide + j, load(b.rows[i] + m + j, std::min(M - m - j, 16L)));
+    for (long t = 0; t < tiles; t++) {
+      const long unit = t * units / tiles, end = (t + 1) * units / tiles;
+      tile[end - unit](d.at(unit, 0), d.stride, space.columns, n, to + unit * M + m, M, M - m, add);
+    }
+  }
+}
+inline void weight_gradient(const Space<bf16>& space, const Units<bf16>& d, const Gathered<bf16>& b, long n, long M,
+                            float* to, bool add) {
+  const auto a = Weights<bf16>(space.packed, d.count, n).pack<kAlongK>(d.data, d.stride);
+  product_into(a, Rows<bf16>(b.over_rows, M, n), Ahead(), to, M, add, true);
 }
 
-template <class Act, class T, class W>
-void backward(const Network<T, W>& net, char* memory, const T* grad, const T* hidden, const Gradients<T, W>& to) {
-  using P = ProductType<T>;
-  using Space = BackwardSpace<P, W>;
-  const long M = net.model_dim, H = net.hidden_dim, step = net.step();
-  const T* hidden_u = hidden + net.ends[net.num_experts - 1] * H;
-  for_each_item<Space>(net, memory, [&](Items& items, const Item& item, const Space& space, float* sums) {
-    const long begin = net.hidden_begin(item), end = net.hidden_end(item), e = item.e;
-    const long row_step = Space::row_step(net, item.end - item.start);
-    for (long start = item.start; start < item.end; start += row_step) {
-      const long n = std::min(row_step, item.end - start);
-      const bool add = start > item.start;
-      float* sum = sums + (item.sums + start - item.start) * M;
-      const auto dy = Packed<P, kA>(space.dy, n, M).template pack<kAlongK>(grad + start * M, M);
-      if (to.w2.data) pack_wide<P>(space.wide_dy, grad + start * M, n, M, to.w2);
-      if (to.w1.data || to.w3.data) pack_wide<P>(space.x, net.rows + start * M, n, M, to.w1);
-      if (to.b2 && item.part == 0) sum_rows(grad + start * M, n, M, to.b2 + e * M, add);
-      for (long unit = begin; unit < end; unit += step) {
-        const long units = std::min(step, end - unit);
-        // The gradient of a weight: d [n, units] and the rows that pack_wide packed, multiplied over n.
-        const auto by_weight = [&](const P* d, int32_t* wide, const Weight<W>& gradient) {
-          if (gradient.transposed()) {
-            const auto b = Packed<P, kB>(space.packed_h, units, n).template pack<kAcrossK>(d, units);
-            product_into(Packed<P, kA>(wide, M, n), b, Ahead(), gradient.at(e, unit), gradient.model, add, true);
-          } else {
-            const auto a = Packed<P, kA>(space.packed_h, units, n).template pack<kAcrossK>(d, units);
-            product_into(a, Packed<P, kB>(wide, M, n), Ahead(), gradient.at(e, unit), gradient.unit, add, true);
-          }
-        };
-        const auto w2 = net.w2.template over_model<P>(space.w, space.room, e, unit, units, M);
-        const auto soon = [&](long i, long j) {
-          __builtin_prefetch(hidden + (start + i) * H + unit + j);
-          __builtin_prefetch(hidden + (start + i) * H + unit + j + 16);
-          if (!net.gated()) return;
-          __builtin_prefetch(hidden_u + (start + i) * H + unit + j);
-          __builtin_prefetch(hidden_u + (start + i) * H + unit + j + 16);
-        };
-        const Ahead w1_ahead = to.rows ? net.w1.ahead(e, unit, units) : Ahead();
-        long_product(dy, w2, w1_ahead, or_else(space.dz, space.so_far), soon, [&](long i, long j, long count, V v) {
-          const long place = (start + i) * H + unit + j, at = i * units + j;
-          const V z = load(hidden + place, count), dh = net.dropout(v, place, count);
-          if (net.gated()) {
-            const GatedValue g = Gated<Act>::of(z, load(hidden_u + place, count));
-            store(space.h + at, net.dropout(g.value, place, count), count);
-            store(space.dz + at, dh * g.by_z, count);
-            store(space.du + at, dh * g.by_u, count);
-          } else {
-            const Activated a = Act::of(z);
-            store(space.h + at, net.dropout(a.value, place, count), count);
-            store(space.dz + at, dh * a.slope, count);
-          }
-        });
-        if (to.w2.data) by_weight(space.h, space.wide_dy, to.w2);
-        // The gradients through one product of x: of its weight and bias, and of the rows.
-        const auto through = [&](const P* d, const Weight<const W>& w, const Weight<W>& to_w, float* to_b, Ahead ahead,
-                                 bool add_rows) {
-          if (to_w.data) by_weight(d, space.x, to_w);
-          if (to_b) sum_rows(d, n, units, to_b + e * H + unit, add);
-          if (to.rows) {
-            const auto packed = Packed<P, kA>(space.packed_h, n, units).template pack<kAlongK>(d, units);
-            const auto packed_w = w.template over_units<P>(space.w, space.room, e, unit, units, M);
-            product_into(packed, packed_w, ahead, sum, M, add_rows, false);
-          }
-        };
-        const long next = unit + units;
-        const Ahead w2_ahead = next < end ? net.w2.ahead(e, next, std::min(step, end - next)) : Ahead();
-        const Ahead w3_ahead = net.w3.ahead(e, unit, units);
-        through(space.dz, net.w1, to.w1, to.b1, net.gated() ? w3_ahead : w2_ahead, unit > begin);
-        if (net.gated()) through(space.du, net.w3, to.w3, to.b3, w2_ahead, true);
-      }
+// The rows space.to [n, M] += scales times (space.sums [M, n] turned, and the bias); both may be null.
+template <class P>
+void add_to_tokens(const Space<P>& space, const float* scales, const float* bias, long n, long M) {
+  for (long row = 0; row < n; row += 16) {
+    fetch_rows(space.to, row + 16, n, M);
+    for (long m = 0; m < M; m += 16) {
+      const auto add = [&](long count, long rows) {
+        Words v[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+          v[i] = along(space.sums + (m + i) * space.sums_stride + row, i < count ? 16 : 0, float());
+        transpose(v);
+        for (long i = 0; i < rows; i++) {
+          V sum;
+          std::memcpy(&sum, &v[i], sizeof sum);
+          if (bias) sum = sum + load(bias + m, count);
+          float* place = space.to[row + i] + m;
+          store(place, multiply_add(sum, broadcast(scales ? scales[row + i] : 1.0f), load(place, count)), count);
+        }
+      };
+      if (M - m >= 16 && n - row >= 16)
+        add(16, 16);
+      else
+        add(std::min(M - m, 16L), std::min(n - row, 16L));
     }
-    if (to.rows) items.finish(item, sums, nullptr, to.rows, M);
+  }
+}
+
+// 2. Both passes
+
+// Rows of a cell that are worked on at once: [from, from + n) of its choices.
+struct Part {
+  long n, place;
+  const int32_t* choices;
+};
+
+// run(part) for the parts of a cell, of nearly equal sizes; their gates and states are in the space.
+template <class Run>
+void for_each_part(const Problem& p, const Cells& cells, const Cell& cell, const RowsSpace& space, Run run) {
+  const long rows = cell.end - cell.start, parts = (rows + kMostRows - 1) / kMostRows;
+  const long step = parts ? in_sixteens((rows + parts - 1) / parts) : 1;
+  for (long from = cell.start; from < cell.end; from += step) {
+    const Part part = {std::min(step, cell.end - from), cell.place + from - cell.start, &cells.choices[from]};
+    for (long i = 0; i < in_sixteens(part.n); i++)
+      space.gates[i] = i >= part.n ? 0.0f : p.gates ? p.gates[part.choices[i]] : 1.0f;
+    for (long i = 0; p.scale != 0 && i < part.n; i++)
+      space.states[i] = hash_32(hash_32<uint32_t>(part.choices[i]) ^ static_cast<uint32_t>(p.seed));
+    run(part);
+  }
+}
+
+// The tokens of a range start at 0; the range's first cell does this.
+inline void clear(float* to, const Problem& p, const Cells& cells, const Cell& cell) {
+  if (!to || !cell.clears()) return;
+  const long first = cell.range * cells.length, end = std::min(first + cells.length, p.num_tokens);
+  std::fill(to + first * p.model_dim, to + end * p.model_dim, 0.0f);
+}
+
+// rows[i] = the token's row of each choice.
+template <class T>
+void point_to(T** rows, T* tokens, const Part& part, const Problem& p) {
+  const uint32_t K = p.top_k;  // a division of 64 bits takes longer
+  for (long i = 0; i < part.n; i++) rows[i] = tokens + static_cast<uint32_t>(part.choices[i]) / K * p.model_dim;
+}
+
+template <class Act, class P>
+void forward(const Problem& p, const Cells& cells, char* memory, float* out, P* hidden) {
+  const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
+  const Network net(p);
+  const bool drops = p.scale != 0;
+  P* hidden_u = hidden ? hidden + p.hidden_rows * H : nullptr;
+  Turns of_range(cells.ranges);
+  for_each_cell<P, Space<P>>(p, cells, memory, false, [&](const Cell& cell, const Space<P>& space) {
+    const long e = cell.expert;
+    clear(out, p, cells, cell);
+    for_each_part(p, cells, cell, space, [&](const Part& part) {
+      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
+      const auto x = pack_rows<kB>(space.x, space.tokens.rows, part.n, M);
+      for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
+        const long units = std::min(step, cell.last_unit - unit), bias = e * H + unit;
+        const Units<P> h(space.h, part.n, units);
+        const Units<float> z(space.z, part.n, units);
+        const auto kept = [&](P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
+        const auto store_h = [&](long i, long row, V v) {
+          if (drops) v = dropped_out(p, v, load(space.states + row), integers(unit + i));
+          store(h.at(i, row), v);
+        };
+        const Ahead w2 = net.w2.ahead(e, unit, units);
+        const auto nothing = [](long, long) {};
+        const Ahead second = p.w3 ? net.w3.ahead(e, unit, units) : w2;
+        over_model(space, net.w1, e, unit, units, x, second, nothing, [&](long i, long row, V v) {
+          if (p.b1) v = v + broadcast(p.b1[bias + i]);
+          if (hidden) store(kept(hidden, i, row), v);
+          if (p.w3)
+            store(z.at(i, row), v);
+          else
+            store_h(i, row, Act::of(v).value);
+        });
+        if (p.w3) over_model(space, net.w3, e, unit, units, x, w2, nothing, [&](long i, long row, V v) {
+          if (p.b3) v = v + broadcast(p.b3[bias + i]);
+          if (hidden) store(kept(hidden_u, i, row), v);
+          store_h(i, row, Gated<Act>::of(load(z.at(i, row)), v).value);
+        });
+        over_units(space, net.w2, e, unit, h, M, next_weight(p, net.w1, e, unit + units, step), unit > cell.unit);
+      }
+      point_to(space.to, out, part, p);
+      of_range.wait(cell.range, cell.turn);
+      add_to_tokens(space, space.gates, p.b2 && cell.has_bias ? p.b2 + e * M : nullptr, part.n, M);
+    });
+    of_range.wait(cell.range, cell.turn);  // a cell without choices has not waited
+    of_range.end(cell.range);
   });
 }
 
-// 2. What Python calls
+template <class Act, class P>
+void forward_packed(const Problem& p, const Cells& cells, char* memory, float* out) {
+  const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
+  Turns of_range(cells.ranges);
+  for_each_cell<P, PackedSpace<P>>(p, cells, memory, false, [&](const Cell& cell, const PackedSpace<P>& space) {
+    const long e = cell.expert;
+    clear(out, p, cells, cell);
+    for_each_part(p, cells, cell, space, [&](const Part& part) {
+      point_to(space.rows, static_cast<const P*>(p.tokens), part, p);
+      const auto x = pack_rows<kA>(space.x, space.rows, part.n, M);
+      for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
+        const long units = std::min(step, cell.last_unit - unit);
+        // x w^T + bias of these units, in use(row, unit, count, v)
+        const auto over_model = [&](const void* all, const float* bias, auto use) {
+          const auto w = panels_of(packed_expert<P>(all, e, H, M, false), unit, units);
+          const auto nothing = [](long, long) {};
+          long_product(x, w, Ahead(), space.so_far, nothing, [&](long i, long j, long count, V v) {
+            if (bias) v = v + load(bias + e * H + unit + j, count);
+            use(i, j, count, v);
+          });
+        };
+        const auto store_h = [&](long i, long j, long count, V v) {
+          if (p.scale != 0) v = dropped_out(p, v, integers(space.states[i]), integers(unit + j, 1));
+          store(space.h + i * units + j, v, count);
+        };
+        over_model(p.w1, p.b1, [&](long i, long j, long count, V v) {
+          if (p.w3)
+            store(space.z + i * units + j, v, count);
+          else
+            store_h(i, j, count, Act::of(v).value);
+        });
+        if (p.w3) over_model(p.w3, p.b3, [&](long i, long j, long count, V v) {
+          store_h(i, j, count, Gated<Act>::of(load(space.z + i * units + j, count), v).value);
+        });
+        const auto h = Packed<P, kA>(space.packed_h, part.n, units).template pack<kAlongK>(space.h, units);
+        const auto w2 = packed_expert<P>(p.w2, e, H, M, true).along_k(unit, units);
+        product_into(h, w2, Ahead(), space.sums, M, unit > cell.unit, false);
+      }
+      point_to(space.to, out, part, p);
+      of_range.wait(cell.range, cell.turn);
+      for (long i = 0; i < part.n; i++) {
+        for (long m = 0; m < M; m += 16) {  // M is a multiple of 32
+          V sum = load(space.sums + i * M + m);
+          if (p.b2 && cell.has_bias) sum = sum + load(p.b2 + e * M + m);
+          store(space.to[i] + m, multiply_add(sum, broadcast(space.gates[i]), load(space.to[i] + m)));
+        }
+      }
+    });
+    of_range.wait(cell.range, cell.turn);
+    of_range.end(cell.range);
+  });
+}
 
-// run(network) in the types of the problem; there are no fp32 rows with bf16 weights.
+struct Gradients {
+  float *tokens, *gates, *w1, *b1, *w2, *b2, *w3, *b3;
+};
+
+// to [units] (+)= the sums of d over n rows
+template <class P>
+void bias_gradient(const Units<P>& d, long n, float* to, bool add) {
+  for (long unit = 0; unit < d.count; unit++) {
+    V sum = broadcast(0.0f);
+    for (long row = 0; row < n; row += 16) sum = sum + load(d.at(unit, row));
+    to[unit] = sum_of(sum) + (add ? to[unit] : 0.0f);
+  }
+}
+
+template <class Act, class P>
+void backward(const Problem& p, const Cells& cells, char* memory, const P* grad, const P* hidden,
+              const Gradients& to) {
+  const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
+  const Network net(p);
+  const bool drops = p.scale != 0;
+  const P* hidden_u = hidden + p.hidden_rows * H;
+  Turns of_range(cells.ranges), of_weights(p.num_experts * cells.shares);
+  for_each_cell<P, Space<P>>(p, cells, memory, true, [&](const Cell& cell, const Space<P>& space) {
+    const long e = cell.expert;
+    clear(to.tokens, p, cells, cell);
+    of_weights.wait(cell.turn, cell.range);
+    bool add = !cell.first;
+    for_each_part(p, cells, cell, space, [&](const Part& part) {
+      const long n = part.n;
+      point_to(space.grads.rows, grad, part, p);
+      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
+      const auto dy = pack_rows<kB>(space.x, space.grads.rows, n, M);
+      if (to.w2) pack_over_rows(space.grads, n, M);
+      if (to.w1 || to.w3) pack_over_rows(space.tokens, n, M);
+      float* by_gate = space.grad_gates;
+      for (long row = 0; row < n; row += 16) {  // of the bias
+        V sum = broadcast(0.0f);
+        if (p.b2 && cell.has_bias)
+          for (long m = 0; m < M; m++) sum = multiply_add(number(dy, m, row), broadcast(p.b2[e * M + m]), sum);
+        store(by_gate + row, sum);
+      }
+      if (to.b2 && cell.has_bias) {
+        for (long m = 0; m < M; m += 16) {
+          const long count = std::min(M - m, 16L);
+          V sum = add ? load(to.b2 + e * M + m, count) : broadcast(0.0f);
+          for (long i = 0; i < n; i++) sum = multiply_add(load(space.grads.rows[i] + m, count), broadcast(space.gates[i]), sum);
+          store(to.b2 + e * M + m, sum, count);
+        }
+      }
+      for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
+        const long units = std::min(step, cell.last_unit - unit), weight = (e * H + unit) * M, bias = e * H + unit;
+        const Units<P> h(space.h, n, units), dz(space.dz, n, units), du(space.du, n, units);
+        const auto kept = [&](const P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
+        const auto soon = [&](long i, long row) __attribute__((always_inline)) {  // of the next tile's rows
+          for (long next = row + 32; next < row + 64; next += 16) {
+            __builtin_prefetch(kept(hidden, i, next));
+            if (p.w3) __builtin_prefetch(kept(hidden_u, i, next));
+          }
+        };
+        const Ahead w1 = to.tokens ? net.w1.ahead(e, unit, units) : Ahead();
+        over_model(space, net.w2, e, unit, units, dy, w1, soon, [&](long i, long row, V v) {
+          if (drops) v = dropped_out(p, v, load(space.states + row), integers(unit + i));
+          const V gate = load(space.gates + row), dh = v * gate, z = load(kept(hidden, i, row));
+          V value;
+          if (p.w3) {
+            const GatedValue g = Gated<Act>::of(z, load(kept(hidden_u, i, row)));
+            value = g.value;
+            store(dz.at(i, row), dh * g.by_z);
+            store(du.at(i, row), dh * g.by_u);
+          } else {
+            const Activated a = Act::of(z);
+            value = a.value;
+            store(dz.at(i, row), dh * a.slope);
+          }
+          store(by_gate + row, multiply_add(v, value, load(by_gate + row)));
+          if (drops) value = dropped_out(p, value, load(space.states + row), integers(unit + i));
+          store(h.at(i, row), value * gate);
+        });
+        if (to.w2) weight_gradient(space, h, space.grads, n, M, to.w2 + weight, add);
+        const auto through = [&](const Units<P>& d, const Weight& w, float* to_w, float* to_b, Ahead ahead, bool add_rows) {
+          if (to_w) weight_gradient(space, d, space.tokens, n, M, to_w + weight, add);
+          if (to_b) bias_gradient(d, n, to_b + bias, add);
+          if (to.tokens) over_units(space, w, e, unit, d, M, ahead, add_rows);
+        };
+        const Ahead next = next_weight(p, net.w2, e, unit + units, step);
+        through(dz, net.w1, to.w1, to.b1, p.w3 ? net.w3.ahead(e, unit, units) : next, unit > cell.unit);
+        if (p.w3) through(du, net.w3, to.w3, to.b3, next, true);
+      }
+      add = true;
+      of_range.wait(cell.range, cell.turn);
+      if (to.gates)
+        for (long i = 0; i < n; i++) to.gates[part.choices[i]] += by_gate[i];
+      if (!to.tokens) return;
+      point_to(space.to, to.tokens, part, p);
+      add_to_tokens(space, nullptr, nullptr, n, M);
+    });
+    finish_streams();
+    of_weights.end(cell.turn);
+    of_range.wait(cell.range, cell.turn);  // a cell without choices has not waited
+    of_range.end(cell.range);
+  });
+}
+
+// 3. What Python calls
+
+// run(number) with a number of the type of tokens and products.
 template <class Run>
 auto typed(const Problem& p, Run run) {
-  const auto network = [&](auto row, auto weight) {
-    using T = decltype(row);
-    using W = decltype(weight);
-    const auto of = [](const void* data, const long* strides) {
-      return Weight<const W>{static_cast<const W*>(data), strides[0], strides[1], strides[2]};
-    };
-    return Network<T, W>{static_cast<const T*>(p.rows), of(p.w1, p.w1_strides), of(p.w2, p.w2_strides),
-                         of(p.w3, p.w3_strides), p.b1, p.b2, p.b3, p.ends, p.num_experts, p.model_dim, p.hidden_dim,
-                         Dropout{p.noise, p.least, p.scale}, p.threads, p.packed != 0};
-  };
-  if (!p.rows_bf16) return run(network(float(), float()));
-  return p.weights_bf16 ? run(network(bf16(), bf16())) : run(network(bf16(), float()));
+  if constexpr (kPairs)
+    if (p.in_bf16) return run(bf16());
+  return run(float());
 }
 
 }  // namespace
@@ -196,29 +490,11 @@ int request_tiles() {
 // Bytes of a number that rows in bf16 are multiplied in.
 long bf16_product_bytes() { return sizeof(ProductType<bf16>); }
 
-// Bytes of memory that a call works in.
-long forward_space(const Problem* p) {
-  return typed(*p, [](const auto& net) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    return space_of<ForwardSpace<ProductType<T>>>(net);
-  });
-}
-
-long backward_space(const Problem* p) {
-  return typed(*p, [](const auto& net) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1.data)>>;
-    return space_of<BackwardSpace<ProductType<T>, W>>(net);
-  });
-}
-
-// fp32 weights [E, H, M], H and M multiples of 32, to as many numbers in fp32 or bf16, in the order of products.
 void pack_weight(const float* w, void* to, long E, long H, long M, long is_w2, long to_bf16, long threads) {
-  const auto pack = [&](auto* to) {
-    using P = std::remove_pointer_t<decltype(to)>;
+  const auto pack = [&](auto number) {
 #pragma omp parallel for num_threads(threads)
     for (long e = 0; e < E; e++) {
-      const auto packed = packed_expert<P>(to, e, H, M, is_w2 != 0);
+      const auto packed = packed_expert<decltype(number)>(to, e, H, M, is_w2 != 0);
       if (is_w2)
         packed.template pack<kAcrossK>(w + e * H * M, M);
       else
@@ -226,34 +502,49 @@ void pack_weight(const float* w, void* to, long E, long H, long M, long is_w2, l
     }
   };
   if (to_bf16)
-    pack(static_cast<ProductType<bf16>*>(to));
+    pack(ProductType<bf16>());
   else
-    pack(static_cast<float*>(to));
+    pack(float());
 }
 
-void experts_forward(const Problem* p, char* memory, void* out, void* hidden) {
-  typed(*p, [&](const auto& net) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    activated(p->activation, [&](auto act) {
-      forward<decltype(act)>(net, memory, static_cast<T*>(out), static_cast<T*>(hidden));
-    });
+long experts_space(const Problem* p, long backward) {
+  Arena arena{nullptr};
+  typed(*p, [&](auto number) {
+    if (p->packed)
+      PackedSpace<decltype(number)>(arena, *p, backward);
+    else
+      Space<decltype(number)>(arena, *p, backward);
   });
+  return arena.used * p->threads;
 }
 
-void experts_backward(const Problem* p, char* memory, const void* grad, const void* hidden, void* grad_rows,
-                      void* grad_w1, float* grad_b1, void* grad_w2, float* grad_b2, void* grad_w3, float* grad_b3) {
-  typed(*p, [&](const auto& net) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(net.rows)>>;
-    using W = std::remove_const_t<std::remove_pointer_t<decltype(net.w1.data)>>;
-    const auto of = [](void* data, const long* strides) {
-      return Weight<W>{static_cast<W*>(data), strides[0], strides[1], strides[2]};
-    };
-    const Gradients<T, W> to = {static_cast<T*>(grad_rows), of(grad_w1, p->grad_w1_strides),
-                                of(grad_w2, p->grad_w2_strides), of(grad_w3, p->grad_w1_strides),
-                                grad_b1, grad_b2, grad_b3};
+long experts_forward(const Problem* p, char* memory, float* out, void* hidden) {
+  const Cells cells(*p);
+  if (!cells.valid) return 1;
+  typed(*p, [&](auto number) {
+    using P = decltype(number);
     activated(p->activation, [&](auto act) {
-      backward<decltype(act)>(net, memory, static_cast<const T*>(grad), static_cast<const T*>(hidden), to);
+      using Act = decltype(act);
+      if (p->packed)
+        forward_packed<Act, P>(*p, cells, memory, out);
+      else
+        forward<Act, P>(*p, cells, memory, out, static_cast<P*>(hidden));
     });
   });
+  return 0;
+}
+
+long experts_backward(const Problem* p, char* memory, const void* grad, const void* hidden, float* grad_tokens,
+                      float* grad_gates, float* grad_w1, float* grad_b1, float* grad_w2, float* grad_b2, float* grad_w3,
+                      float* grad_b3) {
+  const Cells cells(*p);
+  if (!cells.valid) return 1;
+  const Gradients to = {grad_tokens, grad_gates, grad_w1, grad_b1, grad_w2, grad_b2, grad_w3, grad_b3};
+  typed(*p, [&](auto number) {
+    using P = decltype(number);
+    const auto *dy = static_cast<const P*>(grad), *kept = static_cast<const P*>(hidden);
+    activated(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, dy, kept, to); });
+  });
+  return 0;
 }
 }

@@ -1,193 +1,190 @@
-// How ffn.cpp divides its work: the weights in memory, the items of the threads and the memory that they work in.
+// How ffn.cpp divides its work: the weights in memory, the cells that threads take and the memory that they work in.
 //
-// E experts, N rows, n rows of one expert, M model dim, H hidden dim
+// T tokens, K top-k, E experts, M model dim, H hidden dim, n choices of a cell
 
 #pragma once
 
 #include <omp.h>
+#include <sched.h>
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
+#include "ffn.hpp"
 #include "product.hpp"
 
 namespace {
 
-// Rows of an expert that are worked on at once: each further step packs its weights again, where they are not.
-inline long row_step(bool packed_weights) { return packed_weights ? 512 : 4096; }
+template <class P>
+using Rows = Packed<P, kB>;  // 16 tokens side by side
+template <class P>
+using Weights = Packed<P, kA>;
 
-// Hidden units whose weights are packed at once: 512 KiB in fp32, to stay in the L2 cache.
-inline long hidden_step(long model_dim) { return std::max(32L, (128L << 10) / model_dim / 32 * 32); }
+constexpr long kMostRows = 640;  // of a cell that are worked on at once
 
-struct Dropout {
-  const int16_t* noise;  // as the hidden layer [N, H], or null
-  long least;            // noise that keeps a number
-  float scale;
+inline long in_sixteens(long n) { return (n + 15) / 16 * 16; }
 
-  V operator()(V v, long place, long count) const {
-    if (!noise) return v;
-    const Words drawn = load_halves(reinterpret_cast<const bf16*>(noise + place), count);
-    EACH_PIECE {
-      const IntLanes number = (IntLanes)(drawn.p[i] << 16) >> 16;  // with its sign
-      v.p[i] = number >= static_cast<int32_t>(least) ? v.p[i] * scale : Lanes{};
-    }
-    return v;
-  }
-};
+inline long kept_rows(const Problem& p) { return p.ends[p.num_experts - 1]; }
+inline long most_rows(const Problem& p) { return std::clamp(in_sixteens(kept_rows(p)), 16L, kMostRows); }
 
-// `part` of `parts` of expert e's hidden units, for its rows [start, end). Its share of [n, M] begins at row `sums` of
-// the partial sums.
-struct Item {
-  long e, start, end, part, parts, sums;
-};
-
-// to[i] = from[2 i] for as many of `count` as whole vectors take; the number of these. It reads no number behind the last.
-template <unsigned... j>
-INLINE WordLanes evens(WordLanes a, WordLanes b, std::integer_sequence<unsigned, j...>) {
-  return SHUFFLE(a, b, (2 * j)...);
+// Hidden units whose weights are packed at once, at most: 512 KiB in fp32, to stay in the L2 cache.
+inline long most_units(const Problem& p) {
+  return std::min(std::max(32L, (128L << 10) / p.model_dim / 32 * 32), p.hidden_dim);
 }
-inline long copy_evens(float* to, const float* from, long count) {
-  long i = 0;
-  for (; i + kLanes < count; i += kLanes) {
-    WordLanes a, b;
-    std::memcpy(&a, from + 2 * i, sizeof a);
-    std::memcpy(&b, from + 2 * i + kLanes, sizeof b);
-    a = evens(a, b, std::make_integer_sequence<unsigned, kLanes>());
-    std::memcpy(to + i, &a, sizeof a);
-  }
-  return i;
+// Shares of an expert's hidden units. Several where few experts have rows, so that threads have work.
+inline long shares_of(const Problem& p) {
+  const long busy = std::clamp(kept_rows(p), 1L, p.num_experts);
+  return std::clamp((15 + busy) / busy, 1L, p.hidden_dim / most_units(p));
 }
-inline long copy_evens(bf16* to, const bf16* from, long count) {
-  long i = 0;
-  for (; i + kLanes < count; i += kLanes) {
-    WordLanes pairs;
-    std::memcpy(&pairs, from + 2 * i, sizeof pairs);
-    const HalfLanes low = __builtin_convertvector(pairs, HalfLanes);
-    std::memcpy(to + i, &low, sizeof low);
-  }
-  return i;
+inline long first_unit(const Problem& p, long share, long shares) {
+  return share == shares ? p.hidden_dim : share * p.hidden_dim / shares / 32 * 32;
+}
+// Hidden units of a step, of which a share has several of nearly equal size.
+inline long units_of(const Problem& p) {
+  const long shares = shares_of(p), share = p.hidden_dim - first_unit(p, shares - 1, shares);
+  const long steps = (share + most_units(p) - 1) / most_units(p);
+  return (share + 32 * steps - 1) / (32 * steps) * 32;
 }
 
-// A weight [E, H, M], or transposed [E, M, H], or with gaps between all numbers: then a step's part is copied to `room`
-// [M, units] first. W is const, but for gradients.
-template <class W>
+// 1. Weights
+
+// A weight [E, H, M], or transposed [E, M, H].
 struct Weight {
-  W* data;
-  long expert, unit, model;  // numbers from one expert, hidden unit or model dim to the next
+  const void* data;
+  const long* strides;
+  bool in_bf16;
 
-  bool transposed() const { return model != 1; }
-  bool has_gaps() const { return data && transposed() && unit != 1; }
-  W* at(long e, long h) const { return data + e * expert + h * unit; }
+  bool transposed() const { return strides[2] != 1; }
+  template <class Run>
+  auto at(long e, long unit, Run run) const {
+    const long place = e * strides[0] + unit * strides[1];
+    return in_bf16 ? run(static_cast<const bf16*>(data) + place) : run(static_cast<const float*>(data) + place);
+  }
   // Memory of `units` hidden units, for the caches; none of a transposed weight, which is in many places.
-  Ahead ahead(long e, long h, long units) const {
-    return transposed() ? Ahead() : Ahead(at(e, h), units * unit);
+  Ahead ahead(long e, long unit, long units) const {
+    if (!data || transposed()) return Ahead();
+    return at(e, unit, [&](const auto* w) { return Ahead(w, units * strides[1]); });
   }
-  // As B of a product over the model dim, [units, M].
+  // For a product over the model dim, [units, M].
   template <class P>
-  Packed<P, kB> over_model(int32_t* to, void* room, long e, long h, long units, long M) const {
-    const Packed<P, kB> packed(to, units, M);
-    if (!transposed()) return packed.template pack<kAlongK>(at(e, h), unit);
-    if (!has_gaps()) return packed.template pack<kAcrossK>(at(e, h), model);
-    return packed.template pack<kAcrossK>(without_gaps(room, e, h, units, M), units);
+  Weights<P> over_model(int32_t* to, long e, long unit, long units, long M) const {
+    const Weights<P> packed(to, units, M);
+    return at(e, unit, [&](const auto* w) {
+      return transposed() ? packed.template pack<kAcrossK>(w, strides[2]) : packed.template pack<kAlongK>(w, strides[1]);
+    });
   }
-  // As B of a product over the hidden units, [M, units].
+  // For a product over the hidden units, [M, units].
   template <class P>
-  Packed<P, kB> over_units(int32_t* to, void* room, long e, long h, long units, long M) const {
-    const Packed<P, kB> packed(to, M, units);
-    if (!transposed()) return packed.template pack<kAcrossK>(at(e, h), unit);
-    if (!has_gaps()) return packed.template pack<kAlongK>(at(e, h), model);
-    return packed.template pack<kAlongK>(without_gaps(room, e, h, units, M), units);
-  }
-  const W* without_gaps(void* room, long e, long h, long units, long M) const {
-    auto* to = static_cast<std::remove_const_t<W>*>(room);
-    for (long m = 0; m < M; m++) {
-      const W* from = at(e, h) + m * model;
-      long u = unit == 2 ? copy_evens(to + m * units, from, units) : 0;
-      for (; u < units; u++) to[m * units + u] = from[u * unit];
-    }
-    return to;
+  Weights<P> over_units(int32_t* to, long e, long unit, long units, long M) const {
+    const Weights<P> packed(to, M, units);
+    return at(e, unit, [&](const auto* w) {
+      return transposed() ? packed.template pack<kAlongK>(w, strides[2]) : packed.template pack<kAcrossK>(w, strides[1]);
+    });
   }
 };
 
-template <class T, class W>
 struct Network {
-  const T* rows;
-  Weight<const W> w1, w2, w3;  // w3 without data: the experts are not gated
-  const float *b1, *b2, *b3;  // or null
-  const int32_t* ends;
-  long num_experts, model_dim, hidden_dim;
-  Dropout dropout;
-  long threads;
-  bool packed;  // the weights, by pack_weight
+  Weight w1, w2, w3;
 
-  bool gated() const { return w3.data; }
-  bool has_gaps() const { return w1.has_gaps() || w2.has_gaps() || w3.has_gaps(); }
-  const float* bias_of(const float* bias, long e, long unit) const {
-    return bias ? bias + e * hidden_dim + unit : nullptr;
-  }
-  long step() const { return std::min(hidden_step(model_dim), hidden_dim); }
-  long hidden_begin(const Item& item) const { return item.part * hidden_dim / item.parts / 32 * 32; }
-  long hidden_end(const Item& item) const {
-    return item.part + 1 == item.parts ? hidden_dim : (item.part + 1) * hidden_dim / item.parts / 32 * 32;
-  }
+  explicit Network(const Problem& p)
+      : w1{p.w1, p.w1_strides, p.weights_bf16 != 0}, w2{p.w2, p.w2_strides, p.weights_bf16 != 0},
+        w3{p.w3, p.w3_strides, p.weights_bf16 != 0} {}
 };
 
-// An expert's whole weight, packed: w1 and w3 [H, M], of which a step takes panels, or w2 [M, H], of which it takes
-// blocks.
-template <class P, class W>
-Packed<P, kB> packed_expert(const W* all, long e, long H, long M, bool is_w2) {
-  int32_t* start = reinterpret_cast<int32_t*>(const_cast<W*>(all + e * H * M));
+// An expert's whole weight by pack_weight: w1 and w3 [H, M], of which a step takes panels, or w2 [M, H], of which it
+// takes blocks.
+template <class P>
+Packed<P, kB> packed_expert(const void* all, long e, long H, long M, bool is_w2) {
+  int32_t* start = static_cast<int32_t*>(const_cast<void*>(all)) + e * H * M / Shape<P>::numbers;
   return is_w2 ? Packed<P, kB>(start, M, H) : Packed<P, kB>(start, H, M);
 }
 template <class P>
 Packed<P, kB> panels_of(const Packed<P, kB>& w1, long unit, long units) {
   return Packed<P, kB>(w1.data + unit / 16 * w1.blocks * 256, units, w1.depth);
 }
-template <class P>
-Packed<P, kB> blocks_of(const Packed<P, kB>& w2, long unit, long units) {
-  return Packed<P, kB>(w2.data + unit / Shape<P>::depth * 256, w2.extent, units, w2.blocks);
-}
 
-// One item for each expert, or several, so that all threads have work to the end; the largest first.
-struct Items {
-  std::vector<Item> all;
-  std::unique_ptr<std::atomic<long>[]> unfinished;  // parts of each expert
-  long partial_rows = 0, most_rows = 0;
+// 2. Cells. They depend on sizes and on the number of kept choices, so results are the same for any number of threads.
 
-  template <class T, class W>
-  explicit Items(const Network<T, W>& net) : unfinished(new std::atomic<long>[net.num_experts]) {
-    const long total = net.ends[net.num_experts - 1], most_parts = net.hidden_dim / net.step();  // none without units
-    for (long e = 0; e < net.num_experts; e++) {
-      const long start = e ? net.ends[e - 1] : 0, end = net.ends[e], n = end - start;
-      const long parts = n ? std::clamp((n * 4 * net.threads + total / 2) / total, 1L, most_parts) : 0;
-      unfinished[e] = parts;
-      most_rows = std::max(most_rows, n);
-      for (long part = 0; part < parts; part++, partial_rows += n)
-        all.push_back({e, start, end, part, parts, partial_rows});
-    }
-    std::stable_sort(all.begin(), all.end(), [](const Item& a, const Item& b) {
-      return (a.end - a.start) * b.parts > (b.end - b.start) * a.parts;
-    });
+// The choices of an expert by a range of tokens, and a share of the hidden units. Its results are added to the tokens
+// after those of the cells before it, and its gradients of weights to those of the ranges before it.
+struct Cell {
+  long expert, range, start, end;  // of its choices in Cells::choices
+  long turn, unit, last_unit;      // turn: of the range's cells
+  long place;                      // of its first row in the hidden layer, a multiple of 16
+  bool first, has_bias;            // first: no range before has choices of the expert
+
+  bool clears() const { return turn == 0; }
+};
+
+struct Cells {
+  long shares;            // of an expert's hidden units
+  long length;            // tokens of a range
+  long ranges;
+  std::vector<Cell> all;  // range by range
+  std::vector<int32_t> choices;
+  bool valid = true;
+
+  static long length_of(const Problem& p) {
+    // A range's tokens and results fit the L2 cache, unless an expert then has so few rows in it that packing its weights
+    // counts. hidden_rows in ../ffn/inputs.py relies on at least 256 rows.
+    const double rows = std::clamp(p.hidden_dim * p.model_dim / 1024L, 256L, 1024L);
+    const double tokens = std::max(static_cast<double>((128L << 10) / p.model_dim), rows * p.num_experts / p.top_k);
+    const double kept = static_cast<double>(kept_rows(p)) / p.top_k;  // in tokens
+    const long ranges = std::max<long>(kept / tokens + 0.5, 15 / (p.num_experts * shares_of(p)) + 1);
+    return std::max((p.num_tokens + ranges - 1) / ranges, 64L);
   }
 
-  // When all parts of an expert are there: their sum in the order of the parts, and the bias.
-  template <class T>
-  void finish(const Item& item, const float* sums, const float* bias, T* out, long model_dim) {
-    if (--unfinished[item.e]) return;
-    const long n = item.end - item.start;
-    sums += (item.sums - item.part * n) * model_dim;
-    for (long i = 0; i < n; i++) {
-      for (long j = 0; j < model_dim; j += 16) {
-        const long count = std::min(model_dim - j, 16L);
-        V sum = bias ? load(bias + j, count) : broadcast(0.0f);
-        for (long part = 0; part < item.parts; part++)
-          sum = sum + load(sums + (part * n + i) * model_dim + j, count);
-        store(out + (item.start + i) * model_dim + j, sum, count);
+  explicit Cells(const Problem& p)
+      : shares(shares_of(p)), length(length_of(p)), ranges((p.num_tokens - 1) / length + 1), choices(kept_rows(p)) {
+    const long E = p.num_experts;
+    std::vector<int32_t> range_of(choices.size());
+    std::vector<long> counts(ranges * E), next(ranges * E);
+    const uint64_t most = p.num_tokens * p.top_k;
+    const uint32_t of_range = length * p.top_k;
+    const auto each_row = [&](auto run) {
+#pragma omp parallel for num_threads(p.threads) if (choices.size() > 1 << 14)
+      for (long e = 0; e < E; e++)
+        for (long n = e ? p.ends[e - 1] : 0; n < p.ends[e]; n++) run(e, n, p.choices[n]);
+    };
+    std::atomic<bool> in_range(true);
+    each_row([&](long e, long n, int64_t choice) {
+      if (static_cast<uint64_t>(choice) >= most) in_range = false;
+      range_of[n] = in_range ? static_cast<uint32_t>(choice) / of_range : 0;
+      counts[range_of[n] * E + e]++;
+    });
+    valid = in_range;
+    std::vector<bool> has_rows(E);
+    long start = 0, place = 0;
+    for (long range = 0; range < ranges; range++) {
+      for (long e = 0; e < E; e++) {
+        const long count = counts[range * E + e];
+        for (long i = 0; i < shares; i++) {
+          const long unit = first_unit(p, i, shares), last = first_unit(p, i + 1, shares);
+          all.push_back({e, range, start, start + count, e * shares + i, unit, last, place, !has_rows[e], i == 0});
+        }
+        if (count > 0) has_rows[e] = true;
+        next[range * E + e] = start;
+        start += count, place += in_sixteens(count);
       }
     }
+    each_row([&](long e, long n, int64_t choice) { choices[next[range_of[n] * E + e]++] = static_cast<int32_t>(choice); });
   }
 };
+
+// Places in memory to which cells add one after the other: a cell waits for its turn, and ends it.
+class Turns {
+  std::unique_ptr<std::atomic<long>[]> next;
+
+ public:
+  explicit Turns(long count) : next(new std::atomic<long>[count]()) {}
+  void wait(long i, long turn) const {
+    while (next[i].load(std::memory_order_acquire) != turn) sched_yield();
+  }
+  void end(long i) { next[i].fetch_add(1, std::memory_order_release); }
+};
+
+// 3. Memory
 
 // Takes pieces of memory; from no memory, it counts them.
 struct Arena {
@@ -202,82 +199,96 @@ struct Arena {
   }
 };
 
-// Room for the partial sums of a product whose results go to `place`: there, if it is for fp32.
-inline float* or_else(float* place, float*) { return place; }
-inline float* or_else(bf16*, float* room) { return room; }
-
+// Numbers of a part's rows for each hidden unit: in fp32 as Rows, in bf16 one unit after the other.
 template <class P>
-struct ForwardSpace {
-  int32_t *x, *w, *packed_h;
-  P *h, *z;  // z: x w1^T + b1 of gated experts
-  float* so_far;
-  char* room;  // of Weight
+struct Units {
+  static constexpr bool as_rows = std::is_same<P, float>::value;
+  P* data;
+  long rows, count, stride;  // stride: from one block of 16 rows, or in bf16 from one unit, to the next
 
-  ForwardSpace(Arena& arena, long n, long step, long M, bool gated, bool has_gaps)
-      : x(arena.take<int32_t>(Packed<P, kA>::words(n, M))),
-        w(arena.take<int32_t>(std::max(Packed<P, kB>::words(step, M), Packed<P, kB>::words(M, step)))),
-        packed_h(arena.take<int32_t>(Packed<P, kA>::words(n, step))), h(arena.take<P>(n * step)),
-        z(arena.take<P>(gated ? n * step : 0)),
-        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)),
-        room(arena.take<char>(has_gaps ? 4 * step * M : 0)) {}
-  template <class Net>
-  static long row_step(const Net& net, long) {
-    return ::row_step(net.packed);
+  Units(P* data, long rows, long count)
+      : data(data), rows(rows), count(count), stride(in_sixteens(as_rows ? count : rows) * (as_rows ? 16 : 1)) {}
+  P* at(long unit, long row) const { return data + (as_rows ? row / 16 * stride + unit * 16 : unit * stride + row); }
+};
+
+// Of the rows that are worked on: their gates, the states of their dropout and where their results are added.
+struct RowsSpace {
+  float *gates, **to;
+  int32_t* states;
+
+  RowsSpace(Arena& arena, long n) : gates(arena.take<float>(n)), to(arena.take<float*>(n)), states(arena.take<int32_t>(n)) {}
+};
+
+// Rows of tokens, or of the gradients of their results.
+template <class P>
+struct Gathered {
+  const P** rows;
+  int32_t* over_rows;  // in bf16: the operand of a product over the rows
+};
+
+// The memory of a thread. Its blocks of n rows are those of Rows: [n / 16, ..., 16].
+template <class P>
+struct Space : RowsSpace {
+  int32_t *x, *w, *packed;
+  P *h, *dz, *du;
+  float *z, *so_far, *sums, *columns, *grad_gates;
+  long sums_stride;  // an odd number of cache lines
+  Gathered<P> tokens, grads;
+
+  Space(Arena& arena, const Problem& p, bool backward) : RowsSpace(arena, most_rows(p)), sums_stride(most_rows(p) | 16) {
+    const long M = p.model_dim, units = units_of(p), n = most_rows(p);
+    const bool in_bf16 = std::is_same<P, bf16>::value;
+    const long h_size = Rows<P>::words(n, units) * Shape<P>::numbers, over_rows = Rows<P>::words(M, n);
+    x = arena.take<int32_t>(Rows<P>::words(n, M));
+    w = arena.take<int32_t>(std::max(Weights<P>::words(units, M), Weights<P>::words(M, units)));
+    packed = arena.take<int32_t>(in_bf16 ? std::max(Rows<P>::words(n, units), Weights<P>::words(units, n)) : 0);
+    h = arena.take<P>(h_size);
+    dz = arena.take<P>(backward ? h_size : 0);
+    du = arena.take<P>(backward && p.w3 ? h_size : 0);
+    z = arena.take<float>(p.w3 ? n * in_sixteens(units) : 0);
+    so_far = arena.take<float>(n * units);
+    sums = arena.take<float>(M * sums_stride);
+    columns = arena.take<float>(backward && !in_bf16 ? n * 16 * kTileColumns : 0);
+    grad_gates = arena.take<float>(n);
+    for (Gathered<P>* gathered : {&tokens, &grads}) {
+      gathered->rows = arena.take<const P*>(n);
+      gathered->over_rows = arena.take<int32_t>(backward && in_bf16 ? over_rows : 0);
+    }
   }
 };
 
-template <class P, class W>
-struct BackwardSpace {
-  int32_t *dy, *wide_dy, *x, *w, *packed_h;
-  P *h, *dz, *du;  // du: the gradient of x w3^T + b3 of gated experts
-  float* so_far;
-  char* room;  // of Weight
+// The same with packed weights, where everything lies row by row.
+template <class P>
+struct PackedSpace : RowsSpace {
+  int32_t *x, *packed_h;
+  P* h;
+  float *z, *so_far, *sums;
+  const P** rows;
 
-  BackwardSpace(Arena& arena, long n, long step, long M, bool gated, bool has_gaps)
-      : dy(arena.take<int32_t>(Packed<P, kA>::words(n, M))),
-        wide_dy(arena.take<int32_t>(std::max(Packed<P, kA>::words(M, n), Packed<P, kB>::words(M, n)))),
-        x(arena.take<int32_t>(std::max(Packed<P, kA>::words(M, n), Packed<P, kB>::words(M, n)))),
-        w(arena.take<int32_t>(std::max(Packed<P, kB>::words(step, M), Packed<P, kB>::words(M, step)))),
-        packed_h(arena.take<int32_t>(std::max({Packed<P, kA>::words(step, n), Packed<P, kB>::words(step, n),
-                                               Packed<P, kA>::words(n, step)}))),
-        h(arena.take<P>(n * step)), dz(arena.take<P>(n * step)), du(arena.take<P>(gated ? n * step : 0)),
-        so_far(arena.take<float>(std::is_same<P, float>::value ? 0 : n * step)),
-        room(arena.take<char>(has_gaps ? 4 * step * M : 0)) {}
-  // gradients in bf16 are rounded once, not after every step
-  template <class Net>
-  static long row_step(const Net&, long n) {
-    return std::is_same<W, bf16>::value ? std::max(n, 1L) : ::row_step(false);
+  PackedSpace(Arena& arena, const Problem& p, bool) : RowsSpace(arena, most_rows(p)) {
+    const long M = p.model_dim, units = units_of(p), n = most_rows(p);
+    x = arena.take<int32_t>(Packed<P, kA>::words(n, M));
+    packed_h = arena.take<int32_t>(Packed<P, kA>::words(n, units));
+    h = arena.take<P>(n * units);
+    z = arena.take<float>(p.w3 ? n * units : 0);
+    so_far = arena.take<float>(n * units);
+    sums = arena.take<float>(n * M);
+    rows = arena.take<const P*>(n);
   }
 };
 
-// The memory of a call: partial sums, then each thread's own space.
-template <class Space, class T, class W>
-long space_of(const Network<T, W>& net) {
-  const Items items(net);
-  Arena sums{nullptr}, own{nullptr};
-  sums.take<float>(items.partial_rows * net.model_dim);
-  Space(own, std::min(items.most_rows, Space::row_step(net, items.most_rows)), net.step(), net.model_dim, net.gated(),
-        net.has_gaps());
-  return sums.used + own.used * net.threads;
-}
-
-// run(items, item, space, sums) for every item, on all threads.
-template <class Space, class T, class W, class Run>
-void for_each_item(const Network<T, W>& net, char* memory, Run run) {
-  Items items(net);
-  Arena shared{memory};
-  float* sums = shared.take<float>(items.partial_rows * net.model_dim);
-#pragma omp parallel num_threads(net.threads)
+// run(cell, space) for every cell, in their order, on all threads.
+template <class P, class Space, class Run>
+void for_each_cell(const Problem& p, const Cells& cells, char* memory, bool backward, Run run) {
+  std::atomic<size_t> next(0);
+#pragma omp parallel num_threads(p.threads)
   {
-    const long n = std::min(items.most_rows, Space::row_step(net, items.most_rows));
     Arena counted{nullptr};
-    Space(counted, n, net.step(), net.model_dim, net.gated(), net.has_gaps());
-    Arena own{memory + shared.used + counted.used * omp_get_thread_num()};
-    const Space space(own, n, net.step(), net.model_dim, net.gated(), net.has_gaps());
-    const Mode<ProductType<T>> mode;
-#pragma omp for schedule(dynamic, 1) nowait
-    for (size_t i = 0; i < items.all.size(); i++) run(items, items.all[i], space, sums);
-    finish_streams();
+    Space(counted, p, backward);
+    Arena own{memory + counted.used * omp_get_thread_num()};
+    const Space space(own, p, backward);
+    const Mode<P> mode;
+    for (size_t c; (c = next++) < cells.all.size();) run(cells.all[c], space);
   }
 }
 

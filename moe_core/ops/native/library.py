@@ -25,13 +25,11 @@ from moe_core.ops.native.instruction_sets import InstructionSet, sets_of_cpu
 _NAMES = (
     "ffn.cpp",
     "ffn_int8.cpp",
-    "moe_ffn.cpp",
     "rows.cpp",
     "plan.cpp",
     "route.cpp",
     "ffn.hpp",
     "ffn_int8.hpp",
-    "moe_ffn.hpp",
     "ffn_work.hpp",
     "activations.hpp",
     "product.hpp",
@@ -142,12 +140,10 @@ def _opened(path: Path) -> ctypes.CDLL:
     if library.request_tiles() != 0:
         raise OSError("the operating system does not allow this process to use AMX")
     functions = (
-        library.forward_space,
-        library.backward_space,
         library.make_plan,
-        library.moe_space,
-        library.moe_forward,
-        library.moe_backward,
+        library.experts_space,
+        library.experts_forward,
+        library.experts_backward,
         library.bf16_product_bytes,
         library.int8_space,
         library.int8_weight_words,

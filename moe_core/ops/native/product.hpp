@@ -242,50 +242,53 @@ INLINE void add_products(Ints& sum, int32_t word, Packs words, int16_t) {
 #endif
 }
 
-// [rows, 16 kTileColumns] of C, from some rows of a panel of A and one or two panels of B.
-template <class P, int rows>
+// [rows, 16 columns] of C, from some rows of a panel of A and one or two panels of B.
+template <class P, int columns, int rows>
 void tile_of(Target<typename Shape<P>::Number> to, Packs a, const Packs* b, long words, Ahead ahead) {
-  typename Shape<P>::Sums sums[rows][kTileColumns];
+  typename Shape<P>::Sums sums[rows][columns];
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileColumns; j++) sums[i][j] = {};
-  Packs columns[kTileColumns];
-  for (int j = 0; j < kTileColumns; j++) columns[j] = b[j];
+    for (int j = 0; j < columns; j++) sums[i][j] = {};
+  Packs panels[columns];
+  for (int j = 0; j < columns; j++) panels[j] = b[j];
   for (long k = 0; k < words; k++, a += 16) {
     __builtin_prefetch(a + 32 * 16);
     ahead.fetch(k);
 #pragma GCC unroll 14
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
-      for (int j = 0; j < kTileColumns; j++) add_products(sums[i][j], a[i], columns[j], P());
+      for (int j = 0; j < columns; j++) add_products(sums[i][j], a[i], panels[j], P());
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileColumns; j++) {
-      __builtin_prefetch(columns[j] + 8 * 16);
-      columns[j] += 16;
+    for (int j = 0; j < columns; j++) {
+      __builtin_prefetch(panels[j] + 8 * 16);
+      panels[j] += 16;
     }
   }
   auto c = to.c;
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++, c += to.stride)
 #pragma GCC unroll 2
-    for (int j = 0; j < kTileColumns; j++) {
+    for (int j = 0; j < columns; j++) {
       if (to.add) sums[i][j] = sums[i][j] + load(c + 16 * j);
       store(c + 16 * j, sums[i][j]);
     }
 }
 
-template <class P, class Rows>
+template <class P, int columns, class Rows>
 struct Tiles;
-template <class P, int... rows>
-struct Tiles<P, std::integer_sequence<int, rows...>> {
+template <class P, int columns, int... rows>
+struct Tiles<P, columns, std::integer_sequence<int, rows...>> {
   using Tile = void (*)(Target<typename Shape<P>::Number>, Packs, const Packs*, long, Ahead);
-  static constexpr Tile of_rows[] = {nullptr, tile_of<P, rows + 1>...};
+  static constexpr Tile of_rows[] = {nullptr, tile_of<P, columns, rows + 1>...};
 };
 
+// `panels`: of B, one or kTileColumns
 template <class P, std::enable_if_t<!Shape<P>::tiles, int> = 0>
-void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long rows, Ahead ahead) {
-  const auto of_rows = Tiles<P, std::make_integer_sequence<int, kTileRows>>::of_rows;
+void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
+          Ahead ahead) {
+  using Rows = std::make_integer_sequence<int, kTileRows>;
+  const auto of_rows = panels == 1 ? Tiles<P, 1, Rows>::of_rows : Tiles<P, kTileColumns, Rows>::of_rows;
   const long words = (a.depth + Shape<P>::numbers - 1) / Shape<P>::numbers;
   long start = 0;
   if (Shape<P>::a_height > kTileRows && rows > kTileRows) {  // in two parts
@@ -301,11 +304,11 @@ void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long pan
 #define MULTIPLY_TILES(c, a, b) \
   if constexpr (Shape<P>::integers) _tile_dpbusd(c, a, b); else _tile_dpbf16ps(c, a, b)
 
-// [16 or 32, 32] of C, from one or two panels of A.
+// [16 or 32, 16 or 32] of C, from one or two panels of A and of B.
 template <class P, std::enable_if_t<Shape<P>::tiles, int> = 0>
-void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long rows,
+void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
           Ahead ahead) {
-  const bool both = rows > 16;
+  const bool both = rows > 16, wide = panels > 1;
   Packs a0 = a.panel(panel), a1 = a.panel(panel + both), b0 = b[0], b1 = b[1];
   const long bytes = to.stride * 4;
   auto below = to.c + 16 * to.stride;
@@ -328,13 +331,17 @@ void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long pan
     for (long line = 0; line < now.lines; line++) now.fetch(line);
     _tile_loadd(4, a0 + 256 * k, 64);
     _tile_loadd(6, b0 + 256 * k, 64);
-    _tile_loadd(7, b1 + 256 * k, 64);
     MULTIPLY_TILES(0, 4, 6);
-    MULTIPLY_TILES(1, 4, 7);
+    if (wide) {
+      _tile_loadd(7, b1 + 256 * k, 64);
+      MULTIPLY_TILES(1, 4, 7);
+    }
     if (both) {
       _tile_loadd(5, a1 + 256 * k, 64);
       MULTIPLY_TILES(2, 5, 6);
-      MULTIPLY_TILES(3, 5, 7);
+      if (wide) {
+        MULTIPLY_TILES(3, 5, 7);
+      }
     }
   }
   _tile_stored(0, to.c, bytes);
@@ -402,13 +409,14 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
       const long pa = (a_outer ? outer : inner) * step, pb = (a_outer ? inner : outer) * wide;
       const long i0 = a.start(pa), rows = a.end(std::min(pa + step, a.panels) - 1) - i0, j0 = pb * 16;
       const long columns = std::min(b.extent - j0, 16 * wide);
-      Packs b_panels[2] = {b.panel(pb), b.panel(std::min(pb + 1, b.panels - 1))};
+      const long panels = std::min(b.panels - pb, wide);
+      Packs b_panels[2] = {b.panel(pb), b.panel(pb + panels - 1)};
       for (long i = 0; i < rows; i++) soon(i0 + i, j0);
       const bool whole = columns == 16 * wide && (step == 1 || rows % 16 == 0);  // AMX writes 16 rows
       const bool direct = into.c && whole;
       Target<Number> to = {c, 32, false};
       if (direct) to = {into.c + i0 * into.stride + j0, into.stride, into.add};
-      tile(to, a, pa, b_panels, rows, ahead.take(share));
+      tile(to, a, pa, b_panels, panels, rows, ahead.take(share));
       if (direct) continue;
       for (long i = 0; i < rows; i++)
         for (long j = 0; j < columns; j += 16) use(i0 + i, j0 + j, std::min(columns - j, 16L), load(c + 32 * i + j));
@@ -418,26 +426,23 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
 
 // C, whose rows lie `stride` apart, or its sum with what is there. `last`: nobody reads it soon, so that the caches are
 // left to others.
-template <class P, class C>
-void product_into(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, C* c, long stride, bool add, bool last) {
-  const bool aligned = reinterpret_cast<uintptr_t>(c) % 64 == 0 && stride % 16 == 0;
-  const bool past_caches = last && !add && aligned && std::is_same<C, float>::value;
+template <class P>
+void product_into(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, typename Shape<P>::Number* c, long stride,
+                  bool add, bool last) {
   using Number = typename Shape<P>::Number;
-  using Sums = typename Shape<P>::Sums;
-  Target<Number> into = {};
-  if constexpr (std::is_same<C, Number>::value)
-    if (!past_caches) into = {c, stride, add};
+  const bool aligned = reinterpret_cast<uintptr_t>(c) % 64 == 0 && stride % 16 == 0;
+  const bool past_caches = last && !add && aligned && std::is_same<Number, float>::value;
   const auto soon = [&](long i, long j) {
     if (past_caches) return;
     for (long ahead = 0; ahead < kTileColumns; ahead++) __builtin_prefetch(c + i * stride + j + 16 * ahead, 1);
   };
-  const auto use = [&](long i, long j, long count, Sums v) {
-    C* place = c + i * stride + j;
-    if constexpr (std::is_same<C, float>::value)
+  const auto use = [&](long i, long j, long count, typename Shape<P>::Sums v) {
+    Number* place = c + i * stride + j;
+    if constexpr (std::is_same<Number, float>::value)
       if (past_caches && count == 16) return stream(place, v);
     store(place, add ? v + load(place, count) : v, count);
   };
-  product(a, b, ahead, soon, use, into);
+  product(a, b, ahead, soon, use, past_caches ? Target<Number>{} : Target<Number>{c, stride, add});
 }
 
 // `product` in stretches of k so short that panels stay in the L1 cache. `so_far`: room for [a.extent, b.extent].

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core import MoEConfig, MoELayer, prepared
 from moe_core.ops import ExpertWeights, expert_ffn, moe_ffn, pack_weights
-from moe_core.ops.ffn import fused
+from moe_core.ops.ffn import cpp as fused
 from moe_core.ops.ffn.inputs import MoEFFNInputs, hidden_rows
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 OPS = torch.ops.moe_core
 SETS = [known.name for known in sets_of_cpu()] or ["auto"]
 # What differs from Case's own arguments. A range of tokens is divided by experts (Cells in
-# ops/native/moe_ffn.cpp); with few experts there are more ranges, of at least 64 tokens.
+# ops/native/ffn.cpp); with few experts there are more ranges, of at least 64 tokens.
 CASES = {
     "odd widths": {"num_tokens": 33, "model_dim": 17, "hidden_dim": 23, "gated": True},
     "one row": {"num_tokens": 1, "top_k": 1, "model_dim": 1, "hidden_dim": 1},
@@ -76,7 +76,7 @@ class Case(MoECase):
         choices, offsets, slots, kept, _ = self.plan
         rest = (choices, offsets, slots, kept, None, self.activation, 0.0, keep_hidden)
         casts = (None, None, None)
-        arguments = (self.tokens, self.gates, *self.weights, *casts, *rest, "auto", "ffn.fused")
+        arguments = (self.tokens, self.gates, *self.weights, *casts, *rest, "auto", "ffn.cpp")
         return MoEFFNInputs(*arguments)._replace(**changes)
 
 
@@ -354,46 +354,58 @@ def test_weights_that_do_not_fit_are_refused():
 # 3. The form of a call
 
 
-def test_calls_that_take_another_form_give_the_same(calls, monkeypatch):
-    case = Case(gated=True, model_dim=32, hidden_dim=64)
-    weights, inputs = case.weights, (case.gates, case.weights, case.plan)
+def close(found, expected, limit=1e-5) -> None:
+    limit *= expected.abs().max().item()
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=limit)
+
+
+def test_weights_and_gates_of_any_kind(calls):
+    """Also interleaved halves of one weight, of which only the experts in use are copied."""
+    case = Case(5, gated=True, model_dim=32, hidden_dim=64, num_experts=8)
+    weights = case.weights
     expected = case.run(case.tensors())
-    assert calls.pop() == "forward"
-
-    def assert_as_expected(found, limit=1e-5):
-        limit *= expected.abs().max().item()
-        torch.testing.assert_close(found.float(), expected, rtol=0, atol=limit)
-        assert not calls
-
     both = torch.cat([weights.w1, weights.w3], 1)
+    interleaved = torch.stack([weights.w1.mT, weights.w3.mT], 3).flatten(2)
     for others in (
-        weights._replace(w1=weights.w1.mT.contiguous().mT),
+        weights._replace(w1=weights.w1.mT.contiguous().mT, w2=weights.w2.mT.contiguous().mT),
         weights._replace(w1=both[:, :64], w3=both[:, 64:]),
+        weights._replace(w1=interleaved[..., ::2].mT, w3=interleaved[..., 1::2].mT),
         pack_weights(weights, torch.float32, "silu"),
     ):
-        assert_as_expected(moe_ffn(case.tokens, case.gates, others, case.plan, "silu"))
-    assert_as_expected(moe_ffn(case.tokens, *inputs, "silu", kernels="torch"))
-    half, double = HALF, torch.float64
+        close(moe_ffn(case.tokens, case.gates, others, case.plan, "silu"), expected)
+    double = torch.float64
     for tokens_in, gates_in, weights_in in (
-        (double, double, double), (torch.float32, double, torch.float32),
-        (half, half, half), (half, half, torch.float32),
+        (torch.float32, double, torch.float32), (HALF, HALF, HALF), (HALF, HALF, torch.float32),
+        (torch.float32, torch.float32, HALF),
     ):  # fmt: skip
         others = weights.map(lambda weight, dtype=weights_in: weight.to(dtype))
         tokens, gates = case.tokens.to(tokens_in), case.gates.to(gates_in)
-        limit = 1e-5 if tokens_in != half else 0.05
-        assert_as_expected(moe_ffn(tokens, gates, others, case.plan, "silu"), limit)
+        out = moe_ffn(tokens, gates, others, case.plan, "silu")
+        assert out.dtype == torch.promote_types(tokens_in, gates_in)
+        close(out, expected, 1e-5 if HALF not in (tokens_in, weights_in) else 0.05)
+    assert calls == ["forward"] * 9
+
+
+def test_calls_that_take_another_form_give_the_same(calls, monkeypatch):
+    case = Case(gated=True, model_dim=32, hidden_dim=64)
+    inputs = (case.gates, case.weights, case.plan)
+    expected = case.run(case.tensors())
+    assert calls.pop() == "forward"
+    close(moe_ffn(case.tokens, *inputs, "silu", kernels="torch"), expected)
+    doubles = case.weights.map(torch.Tensor.double)
+    in_fp64 = (case.tokens.double(), case.gates.double(), doubles, case.plan)
+    close(moe_ffn(*in_fp64, "silu"), expected)
     monkeypatch.setitem(ACTIVATIONS._values, "mine", torch.nn.functional.silu)
-    assert_as_expected(moe_ffn(case.tokens, *inputs, "mine"))
+    close(moe_ffn(case.tokens, *inputs, "mine"), expected)
     by_sample = torch.func.vmap(lambda tokens: moe_ffn(tokens, *inputs, "silu"))
-    assert_as_expected(by_sample(case.tokens.unsqueeze(0))[0])
-    moe_ffn(case.tokens, *inputs, "silu", dropout=0.5)
+    close(by_sample(case.tokens.unsqueeze(0))[0], expected)
     assert not calls
 
 
-def test_rows_alone_take_another_form(calls):
+def test_rows_alone_take_it_too(calls):
     rows, weights, ends, _ = ffn_inputs([4, 8], dtypes=FP32)
     expert_ffn(rows, weights, ends, "silu")
-    assert not calls
+    assert calls == ["forward"]
 
 
 # 4. In a layer, and with torch's own tools
@@ -411,7 +423,7 @@ def test_a_layer_under_autocast_uses_it(calls):
         with torch.no_grad(), prepared(layer):
             again, _ = layer(x)
     assert calls == ["forward", "backward", "forward"]
-    assert torch.equal(again, y)
+    close(again, y, 0.05)
     assert all(p.grad.dtype == torch.float32 for p in (x, *layer.parameters()))
 
 

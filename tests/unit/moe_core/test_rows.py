@@ -79,9 +79,11 @@ def test_fake_kernels_give_the_strides_of_real_ones():
     rows, gates, tokens = (random(*shape, dtype=FP32).t() for shape in shapes)
     of_experts, weights, ends, _ = ffn_inputs([0, 7, 5], dtypes=(FP32, FP32), gated=False)
     of_experts = of_experts.t().contiguous().t()
+    order = torch.arange(len(of_experts))
+    rest = (order, ends, order.unsqueeze(1), None, None, "gelu", 0.0, False, "auto", "ffn.cpp")
     for op, inputs in (
         (OPS.combine_rows_backward, (tokens, [True, True], rows, gates, choices, slots, kept, CPP)),
-        (OPS.expert_ffn, (of_experts, *weights, ends, None, "gelu", 0.0, "auto", False)),
+        (OPS.moe_ffn, (of_experts, None, *weights, None, None, None, *rest)),
     ):
         on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs]
         assert [x.stride() for x in op(*on_meta)] == [x.stride() for x in op(*inputs)]
