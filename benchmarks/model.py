@@ -181,7 +181,7 @@ def main() -> None:
         entries = trunks(args)
     else:
         title, columns = "The whole network", NETWORK
-        notes = ["MFU: of what a large matrix product of the same dtype reached in the same round"]
+        notes = ["MFU: share of what a large product of the same dtype reached in the round"]
         notes.append("one pass of the whole network between two synchronisations")
         if args.graph:
             title = "Inference as CUDA graphs"

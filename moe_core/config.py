@@ -130,7 +130,7 @@ class MoEConfig:
         " number of MACs is the same",
     )
     bias: bool = option(True, "the biases of each expert", is_key=False)
-    output_bias: bool = option(True, "the second bias of each expert")
+    output_bias: bool = option(True, "experts add a bias after their last product")
     hidden_dropout: float = option(
         0.0,
         "expert dropout: dropout of the hidden units of routed and shared experts, after the"

@@ -91,7 +91,7 @@ class StandardMoE(nn.Module):
         logits = self.router(tokens.to(torch.promote_types(tokens.dtype, torch.float32)))
         num_images = as_images(x).shape[0]
         if self.config.routing == "soft":
-            y = self._mix(tokens, logits, num_images)
+            y = self._soft_moe(tokens, logits, num_images)
         elif self.config.routing == "expert_choice":
             y = self._chosen_by_experts(tokens, logits, num_images)
         else:
@@ -141,7 +141,7 @@ class StandardMoE(nn.Module):
         zeros = weighted.new_zeros(num_tokens, config.model_dim)
         return zeros.index_add(0, chosen.flatten(), weighted)
 
-    def _mix(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
+    def _soft_moe(self, tokens: Tensor, logits: Tensor, num_images: int) -> Tensor:
         """tokens [T, M], logits [T, S] -> [T, M]."""
         config = self.config
         num_experts, per_expert = config.num_experts, config.slots_per_expert

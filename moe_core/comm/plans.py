@@ -130,7 +130,7 @@ def _sum_all(program: Program, rank: int, num_ranks: int, message: Place) -> Non
 
 
 def _arrived(rank: int, source: int, message: Place) -> Place:
-    """The place of the message of `source`: a slot, or `message` for this rank itself."""
+    """Where the message of rank `source` lies: in a slot, or in `message` if it is this rank."""
     if source == rank:
         return message
     return Slot(source)

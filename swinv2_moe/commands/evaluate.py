@@ -112,8 +112,8 @@ def sweep_row(entry: dict) -> list[str]:
         f"{entry['dropped_share']:.2%}",
         percent(entry["top1"]),
         percent(entry["top5"]),
-        spread(entry["images_per_second"], digits=0),
-        spread(entry["speed_ratio"], digits=3),
+        median_and_quartiles(entry["images_per_second"], digits=0),
+        median_and_quartiles(entry["speed_ratio"], digits=3),
     ]
 
 
@@ -123,7 +123,7 @@ def percent(value: float | None) -> str:
     return f"{value:.2f}%"
 
 
-def spread(figure: dict, digits: int) -> str:
+def median_and_quartiles(figure: dict, digits: int) -> str:
     """The median and, in brackets, the quartiles."""
     low, high = figure["quartiles"]
     return f"{figure['median']:,.{digits}f} ({low:,.{digits}f} - {high:,.{digits}f})"

@@ -105,7 +105,9 @@ def show(result: Roofline) -> None:
     console.print(table_of(result))
     exchange = ""
     if "exchange" in result.phases:
-        exchange = " A part of the exchange runs beside other work; waiting for it counts as other."
+        exchange = (
+            " Part of the exchange overlaps with computation; waiting for it counts as other."
+        )
     console.print(
         f"whole step: {median_and_spread(result.step, 2)} ms; the times of its phases are torch's"
         f" profiler's.{exchange} Data are read in parallel. Saving a checkpoint stops training for"

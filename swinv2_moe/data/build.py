@@ -67,12 +67,12 @@ class Data:
         """The order in which all ranks together read the training images in `epoch` [N]."""
         return self.train_loader.sampler.order_of_epoch(epoch)
 
-    def check_arrival(self) -> None:
+    def raise_if_staging_failed(self) -> None:
         """Raise UserError if the data are being staged and staging has failed."""
         for loader in (self.train_loader, self.val_loader):
             source = loader.dataset.source
             if isinstance(source, ShardedImages):
-                source.check_arrival()
+                source.raise_if_staging_failed()
 
 
 def build_data(

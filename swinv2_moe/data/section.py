@@ -82,12 +82,12 @@ class AugmentConfig:
 
     scale: tuple[float, float] = option(
         (0.08, 1.0),
-        "random resized crop: range of the share of the area",
+        "smallest and largest area of a random resized crop, as shares of the image",
     )
     hflip: float = option(0.5, "probability of a horizontal flip", least=0, most=1)
     color_jitter: float = option(
         0.4,
-        "strength; 0: off. Only without `AUTO_AUGMENT`",
+        "strength of the colour jitter; 0: off. Only without `AUTO_AUGMENT`",
         least=0,
         most=1,
     )
@@ -130,7 +130,7 @@ class DataConfig:
         " relative paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
     )
     train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
-    val_list: str = option("", "the same for validation")
+    val_list: str = option("", "`list`: as `TRAIN_LIST`, for validation")
     val_split: float = option(
         0.0,
         "`folder`, `imagenet`: share of each class of `train/` that is held out for"

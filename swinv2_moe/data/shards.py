@@ -130,7 +130,7 @@ class ShardedImages:
             member = f"byte {offset}"
         return f"{self.split}/{self.shards[shard]['name']}: {member}"
 
-    def check_arrival(self) -> None:
+    def raise_if_staging_failed(self) -> None:
         """Raise UserError if shards are missing and their staging has failed."""
         if not self.arriving:
             return

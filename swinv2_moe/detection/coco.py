@@ -16,7 +16,7 @@ from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.detection.annotations import Annotations, check_annotations
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import check_inner_path
-from swinv2_moe.train.routing import spread
+from swinv2_moe.train.routing import evenly_spaced
 
 # Exceptions of zipfile and the decompressors. RuntimeError: encrypted, or an unknown compression.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
@@ -161,7 +161,7 @@ def check_split(file: Path, images: Path, decode_count: int | None) -> Annotatio
     num_images = len(annotations.image_files)
     if decode_count is None:
         decode_count = num_images
-    rows = spread(num_images, decode_count)
+    rows = evenly_spaced(num_images, decode_count)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         decoded = pool.map(partial(_problem, annotations, images), rows)
         problems = list(filter(None, track(decoded, f"decoding {images.name}", len(rows))))

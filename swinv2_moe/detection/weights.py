@@ -62,11 +62,11 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
 
 
 def use_windows(trunk: SwinTransformerV2MoE, windows: Sequence[int] | None, source: str) -> None:
-    """Measure positions by the windows of the weights, unless backbone.pretrained_window_sizes is
-    given.
+    """Compute position biases for the window sizes of the weights, unless
+    backbone.pretrained_window_sizes is given.
 
     Args:
-        windows: of the weights, one for each stage; None or empty if they are not known.
+        windows: the window size of each stage in the weights; None or empty if not known.
         source: name of the weights in messages.
 
     Raises:

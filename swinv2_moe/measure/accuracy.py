@@ -332,7 +332,7 @@ class _Subject:
     @classmethod
     def of(cls, deployed: Deployed) -> "_Subject":
         world, data = deployed.world, deployed.data
-        sources = world.everywhere(lambda: load_sources(data, validation_only=True))
+        sources = world.on_every_rank(lambda: load_sources(data, validation_only=True))
         check_same_data(data.path, world, sources.train, sources.val, sources.class_names)
         sources, renamed = deployed.aligned(sources)
         return cls(

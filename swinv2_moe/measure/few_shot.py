@@ -108,7 +108,7 @@ def evaluate_few_shot(
     """
     with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
         world, config = deployed.world, deployed.data
-        sources = world.everywhere(lambda: load_sources(config))
+        sources = world.on_every_rank(lambda: load_sources(config))
         check_same_data(config.path, world, sources.train, sources.val, sources.class_names)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)

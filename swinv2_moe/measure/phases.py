@@ -10,7 +10,7 @@ autograd's sequence numbers. What runs after the backward pass belongs to the op
   counts as experts.
 - experts: their products and activations.
 - exchange: the collectives, each from its start to its end. In a step without the profiler a part
-  of them runs beside other work.
+  of them overlaps with computation.
 - optimiser: norm and clipping of the gradients, and the update.
 - other: the remaining time of a step, such as Python, launches and waiting for the exchange.
 

@@ -25,7 +25,7 @@ from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure,
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.evaluation import Predictions, predict
-from swinv2_moe.train.routing import record_choices, spread
+from swinv2_moe.train.routing import evenly_spaced, record_choices
 
 _IMAGES = 8  # validation images that are shown with their most probable classes
 _ROUTED = 4  # images that are shown with the experts of their patches
@@ -132,7 +132,7 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     names = sources.class_names
     source: Source = sources.val
     if limit and limit < len(source):
-        source = Subset(source, spread(len(source), limit))
+        source = Subset(source, evenly_spaced(len(source), limit))
     model = deployed.model(len(names))
     predictions = _predict(deployed, model, source)
     if not len(predictions.targets):
@@ -250,7 +250,7 @@ def _samples(
     """Evenly spaced images with their most probable classes, and the experts of some of them."""
     data = deployed.data
     dataset = ImageDataset(source, data, is_train=False)
-    samples = [dataset[i] for i in spread(len(dataset), _IMAGES)]
+    samples = [dataset[i] for i in evenly_spaced(len(dataset), _IMAGES)]
     samples = [sample for sample in samples if not sample.unreadable]
     if not samples:
         return [], ""

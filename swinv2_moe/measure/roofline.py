@@ -171,7 +171,7 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         sections, amp_note = without_slow_amp(sections, world)
         for line in amp_note * world.is_main:
             _log.warning("%s", line)
-        images = world.everywhere(lambda: build_data(sections.data, world.rank, world.size))
+        images = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size))
         step = _step(sections, images, world)
         before = machine(world.device.type)
         with scratch(output, world) as directory:

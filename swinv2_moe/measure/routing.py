@@ -36,7 +36,7 @@ from swinv2_moe.plots import save_png
 from swinv2_moe.routing_pictures import columns, denormalise, pictures_figure
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.routing import record_choices, spread
+from swinv2_moe.train.routing import evenly_spaced, record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
     from matplotlib.figure import Figure
@@ -197,7 +197,7 @@ def draw_routing(
         model = deployed.model(num_classes=0)
         pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))
         all_images = len(sources.val)
-        measured = Subset(sources.val, spread(all_images, limit or all_images))
+        measured = Subset(sources.val, evenly_spaced(all_images, limit or all_images))
         layers, classes, unreadable = _count(model, measured, deployed)
     num_classes = len(sources.class_names)
     summaries, tables = {}, {}
@@ -232,10 +232,10 @@ def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deploy
     """`count` of the named images, or of the validation images if there are no names."""
     if names:
         files: Source = _files(names)
-        chosen = Subset(files, spread(len(files), count))
+        chosen = Subset(files, evenly_spaced(len(files), count))
         labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
     else:
-        chosen = Subset(sources.val, spread(len(sources.val), count))
+        chosen = Subset(sources.val, evenly_spaced(len(sources.val), count))
         labels = [sources.class_names[target] for target in chosen.targets]
     return _Shown(chosen, labels)
 

@@ -278,7 +278,7 @@ class ExpertsConfig:
     )
     top_k_schedule: str = option(
         "",
-        "in training in place of `TOP_K`, such as `epoch 0:2 10:1`; evaluation uses `TOP_K`",
+        "schedule that replaces `TOP_K` in training, such as `epoch 0:2 10:1`",
     )
     capacity_auto: bool = option(
         False,
@@ -330,7 +330,7 @@ class ModelConfig:
         " form; `vit_moe`: ViT; or a type of your own, which declares its group of keys",
         choices=TRUNKS,
     )
-    num_classes: int = option(0, "0: number of classes of the data", least=0)
+    num_classes: int = option(0, "number of classes; 0: that of the data", least=0)
     drop_path_rate: float = option(0.1, "largest rate of stochastic depth", least=0, most=0.999)
     label_smoothing: float = option(
         0.1,

@@ -105,7 +105,7 @@ def load_data(
         UserError: on every rank, if the data cannot be used on any rank; also what
             `check_same_data` and `check_files` raise.
     """
-    staging = world.everywhere(lambda: read_staging(config.path))
+    staging = world.on_every_rank(lambda: read_staging(config.path))
     background = stack.enter_context(background_staging(config.path, config.stage, world))
 
     def load() -> Data:
@@ -116,7 +116,7 @@ def load_data(
             sources = with_classes(sources or load_sources(config))
         return build_data(config, world.rank, world.size, sources)
 
-    data = world.everywhere(load)
+    data = world.on_every_rank(load)
     if background is not None:
         epoch = 0
         if start is not None and start.meta["training"] is not None:

@@ -145,7 +145,7 @@ class Distillation:
         # columns of the teacher's output that the model has; None: all
         self.columns: Tensor | None = None
         if data.class_names != teacher.class_names:
-            numbers = world.everywhere(lambda: teacher.numbers(data.class_names))
+            numbers = world.on_every_rank(lambda: teacher.numbers(data.class_names))
             self.columns = torch.tensor(numbers, device=world.device)
         content = world.agree(self._describe(config) if world.is_main else {})
         folder = _folder(config.train.distill.cache, content)
@@ -277,7 +277,7 @@ class Distillation:
                     rate = images / (time.perf_counter() - started)
                     bar.advance(f"{rate:,.0f} images/s")
                     check_stop()
-                self.world.everywhere(partial(self._write, view, own, number, rows))
+                self.world.on_every_rank(partial(self._write, view, own, number, rows))
                 if time.perf_counter() - told > _SECONDS_BETWEEN_LINES:
                     told = time.perf_counter()
                     left = in_words((num_missing - images) / rate)
@@ -339,7 +339,7 @@ class Distillation:
             with new_file(record) as file:
                 file.write(_as_text(content))
 
-        self.world.everywhere(lambda: write() if self.world.is_main else None)
+        self.world.on_every_rank(lambda: write() if self.world.is_main else None)
         for rank, sees in enumerate(self.world.gather(record.is_file())):
             if not sees:
                 raise UserError(

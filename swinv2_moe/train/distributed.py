@@ -101,7 +101,7 @@ class World:
             sent = value
         return self.gather(sent)[0]
 
-    def everywhere(self, load: Callable[[], T]) -> T:
+    def on_every_rank(self, load: Callable[[], T]) -> T:
         """Call `load` on every rank and return its result. Collective.
 
         Raises:

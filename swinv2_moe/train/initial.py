@@ -96,7 +96,7 @@ def as_trained(
     stages = len(trunk_group(config).get("DEPTHS", [0]) or [])
     if is_hub_name(model.PRETRAINED):
         _fetch_weights(model.PRETRAINED, world)
-    trained = world.everywhere(lambda: settings_of_weights(model.PRETRAINED, stages))
+    trained = world.on_every_rank(lambda: settings_of_weights(model.PRETRAINED, stages))
     return take_over(config, world.agree(trained), model.PRETRAINED)
 
 
@@ -330,8 +330,8 @@ def _fetch_weights(name: str, world: World) -> Path:
         UserError: as `fetch_weights`, on every rank.
     """
     if world.size > 1:
-        world.everywhere(lambda: fetch_weights(name) if world.is_main else None)
-    return world.everywhere(lambda: fetch_weights(name))
+        world.on_every_rank(lambda: fetch_weights(name) if world.is_main else None)
+    return world.on_every_rank(lambda: fetch_weights(name))
 
 
 def find_dense(pretrained: str, epochs: int, max_steps: int, world: World) -> Checkpoint:

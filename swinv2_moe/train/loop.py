@@ -209,7 +209,7 @@ class Trainer:
         started = time.perf_counter()
         with recorder.bar(title, progress.steps_per_epoch, progress.epoch_step) as bar:
             for batches in loader:
-                self.data.check_arrival()
+                self.data.raise_if_staging_failed()
                 result = self.train_step(batches)
                 for batch in batches:
                     unreadable += batch.unreadable
@@ -242,7 +242,7 @@ class Trainer:
     def _check_stop(self) -> None:
         """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
         has failed."""
-        self.data.check_arrival()
+        self.data.raise_if_staging_failed()
         signalled = float(self.stop.received is not None)
         if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
             raise Stopped(self._signal())

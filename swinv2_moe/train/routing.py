@@ -75,7 +75,7 @@ def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[Ro
     Up to `count` images are kept, evenly spaced among the `num_images` of the forward passes in the
     block. The restrictions of `record_choices` apply.
     """
-    positions, sample, seen = spread(num_images, count), RoutingSample(), 0
+    positions, sample, seen = evenly_spaced(num_images, count), RoutingSample(), 0
 
     def keep(model: nn.Module, args: tuple, output: Tensor) -> None:
         nonlocal seen
@@ -94,7 +94,7 @@ def sample_choices(model: nn.Module, num_images: int, count: int) -> Iterator[Ro
             hook.remove()
 
 
-def spread(size: int, count: int) -> list[int]:
+def evenly_spaced(size: int, count: int) -> list[int]:
     """Up to `count` evenly spaced integers from 0 to `size` - 1."""
     count = min(size, count)
     return [i * size // count for i in range(count)]

@@ -89,7 +89,7 @@ def train(
         placement = stack.enter_context(bound_to_node(bind, world.device))
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
-        world.everywhere(lambda: _check_packages(run.event_log, run.tracker, world))
+        world.on_every_rank(lambda: _check_packages(run.event_log, run.tracker, world))
         config = resolve_batch_size(config, world.size)
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))

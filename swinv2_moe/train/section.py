@@ -40,7 +40,7 @@ class RunConfig:
     )
     device: str = option(
         "auto",
-        "`auto`: a GPU where there is one",
+        "where the model runs; `auto`: on a GPU where there is one",
         choices=("auto", "cpu", "cuda"),
     )
     timeout: int = option(
@@ -96,7 +96,7 @@ class OptimizerConfig:
     )
     eps: float = option(
         1e-8,
-        "of AdamW and LAMB: added to the denominator; 1e-3 to compare runs on other numbers of"
+        "what AdamW and LAMB add to the denominator; 1e-3 to compare runs on other numbers of"
         " ranks, whose rounding errors it keeps small",
         least=0,
     )

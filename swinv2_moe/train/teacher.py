@@ -109,9 +109,9 @@ def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
     if not config.teacher:
         return None
     if is_hub_name(config.teacher) and world.size > 1:  # the main rank downloads
-        world.everywhere(lambda: _open(config, world.device) if world.is_main else None)
-    teacher = world.everywhere(lambda: _open(config, world.device))
-    world.everywhere(lambda: _try(teacher, world.device))
+        world.on_every_rank(lambda: _open(config, world.device) if world.is_main else None)
+    teacher = world.on_every_rank(lambda: _open(config, world.device))
+    world.on_every_rank(lambda: _try(teacher, world.device))
     return teacher
 
 

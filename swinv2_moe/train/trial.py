@@ -58,7 +58,7 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
         lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
     if largest:
         limit = max(1, largest // world.size)
-        found = world.everywhere(lambda: _try_batches(config, limit, world.device))
+        found = world.on_every_rank(lambda: _try_batches(config, limit, world.device))
         size = min(world.gather(found))
         config.DATA.BATCH_SIZE = size
         reason = "at least 20 steps an epoch, at most 128 pictures"
@@ -150,7 +150,7 @@ def _duration(config: CfgNode, world: World) -> float:
     """Seconds of the training, from a few steps on its own pictures. The first step, which may
     compile kernels, does not count."""
     sections = _sections(config, world.device)
-    data = world.everywhere(lambda: build_data(sections.data, world.rank, world.size))
+    data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size))
     step = _step(sections, data.num_classes, world.device)
     seconds_per_step, waited, batch = _time_steps(step, data, sections.train.accumulation_steps)
     seconds_per_batch = max(_time_forward(step, batch), waited)

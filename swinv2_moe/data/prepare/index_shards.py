@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from moe_core.files import open_regular
 from swinv2_moe.data.images import MAX_FILE_BYTES, MAX_PIXELS, SUFFIXES, decode, is_skipped
-from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.shard_jobs import (
+    Job,
+    ReportProgress,
+    begin,
+    finish,
+    finish_job,
+    run_jobs,
+)
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import HashedFile, only_process, parse_json
@@ -84,7 +91,9 @@ def _jobs(root: str) -> list[Job]:
     return jobs
 
 
-def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: Tick) -> dict:
+def _index(
+    root: str, num_classes: int, max_pixels: int | None, job: Job, report_progress: ReportProgress
+) -> dict:
     """Index one tar.
 
     Args:
@@ -107,7 +116,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
                     else:
                         left_out.append(f"{path}: {image.name}")
                     last_name = image.name
-                    tick(1, tar.offset - done)
+                    report_progress(1, tar.offset - done)
                     done = tar.offset
                 # tarfile takes a cut between two members for the end of the archive.
                 end = os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset)
@@ -122,7 +131,7 @@ def _index(root: str, num_classes: int, max_pixels: int | None, job: Job, tick: 
         while reader.read(1 << 20):  # read the rest of the file, for the checksum
             pass
         size = file.tell()
-    tick(0, size - done)
+    report_progress(0, size - done)
     return finish_job(path, size, reader.sha256, rows, left_out)
 
 

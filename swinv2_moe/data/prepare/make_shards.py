@@ -15,7 +15,14 @@ from PIL import Image
 
 from moe_core.files import sha256
 from swinv2_moe.data.images import MAX_PIXELS, decode, to_mode
-from swinv2_moe.data.prepare.shard_jobs import Job, Tick, begin, finish, finish_job, run_jobs
+from swinv2_moe.data.prepare.shard_jobs import (
+    Job,
+    ReportProgress,
+    begin,
+    finish,
+    finish_job,
+    run_jobs,
+)
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
@@ -81,8 +88,8 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
         if not os.path.exists(os.path.join(output, "index.json")):
             total = sum(len(writer.order) for writer in writers.values())
 
-            def work(job: Job, tick: Tick) -> dict:
-                return writers[job.split].write(job, tick)
+            def work(job: Job, report_progress: ReportProgress) -> dict:
+                return writers[job.split].write(job, report_progress)
 
             run_jobs(output, jobs, work, workers, TransferBar("shards", total, "images"), total)
         return finish(output, jobs, sources.class_names, plan)
@@ -150,7 +157,7 @@ class _Writer:
             )
         return max(1, round(1e6 * self.options.shard_mb / np.mean(sizes)))
 
-    def write(self, job: Job, tick: Tick) -> dict:
+    def write(self, job: Job, report_progress: ReportProgress) -> dict:
         from webdataset import TarWriter  # imported here, because it takes a second
 
         path = job.path(self.output)
@@ -163,10 +170,10 @@ class _Writer:
                 content = self._content(image)
                 if content is None:
                     left_out.append(self.source.name(image))
-                    tick(1, 0)
+                    report_progress(1, 0)
                 else:
                     rows.append(self._add(tar, image, content))
-                    tick(1, len(content))
+                    report_progress(1, len(content))
         return finish_job(path, file.bytes, file.sha256, rows, left_out)
 
     def _add(self, tar, row: int, content: bytes) -> tuple[int, int, int]:

@@ -42,8 +42,8 @@ class Job(NamedTuple):
 
 
 # called with the numbers of images and bytes that were done since the last call
-Tick = Callable[[int, int], None]
-Work = Callable[[Job, Tick], dict]  # does a job and returns the summary from `finish_job`
+ReportProgress = Callable[[int, int], None]
+Work = Callable[[Job, ReportProgress], dict]  # does a job and returns the summary from `finish_job`
 
 
 def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> dict:
@@ -176,7 +176,7 @@ def _start(
 def _work(
     results: Connection, counts, worker: int, work: Work, jobs: list[Job], parent: int
 ) -> None:
-    def tick(images: int, bytes: int) -> None:
+    def report_progress(images: int, bytes: int) -> None:
         counts[2 * worker] += images
         counts[2 * worker + 1] += bytes
         if os.getppid() != parent:  # the parent was killed
@@ -186,7 +186,7 @@ def _work(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     try:
         for job in jobs:
-            results.send(work(job, tick))
+            results.send(work(job, report_progress))
         results.send(None)
     except UserError as error:
         results.send(error)

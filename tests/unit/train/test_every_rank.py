@@ -43,13 +43,13 @@ def fail() -> None:
 
 
 def test_an_error_of_one_rank_is_every_ranks():
-    assert world(None).everywhere(lambda: 3) == 3
+    assert world(None).on_every_rank(lambda: 3) == 3
     with pytest.raises(UserError, match=r"^no index \(rank 1\)$"):
-        world("no index").everywhere(lambda: 3)
+        world("no index").on_every_rank(lambda: 3)
     with pytest.raises(UserError, match=r"^no index \(rank 0\)$"):
-        world(None).everywhere(fail)
+        world(None).on_every_rank(fail)
     with pytest.raises(UserError, match=r"^no index$"):
-        world("no index").everywhere(fail)
+        world("no index").on_every_rank(fail)
 
 
 def test_other_data_on_another_rank(make_config, tmp_path):

@@ -27,7 +27,7 @@ from swinv2_moe.routing_pictures import (
     to_pixels,
 )
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.routing import record_choices, sample_choices, spread
+from swinv2_moe.train.routing import evenly_spaced, record_choices, sample_choices
 from swinv2_moe.train.run import train
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -150,7 +150,7 @@ def test_a_compiled_model_is_not_compiled_again(make_model):
 
 @given(size=st.integers(0, 200), count=st.integers(1, 50))
 def test_spread(size, count):
-    found = spread(size, count)
+    found = evenly_spaced(size, count)
     assert len(found) == min(size, count)
     assert found[:1] == [0] * (size > 0)
     gaps = np.diff([*found, size])
