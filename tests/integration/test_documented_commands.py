@@ -178,7 +178,8 @@ def trained(tmp_path_factory):
     make_images(root / "my_images", ("cat", "dog"))
     make_images(root / "more_images", ("apple", "pear", "plum"))
     shutil.copytree(root / "my_images" / "val" / "dog", root / "holiday")
-    shutil.copytree(root / "my_images", root / "pictures")
+    for name in ("pictures", "photos"):
+        shutil.copytree(root / "my_images", root / name)
     for name in ("dog.jpg", "photo.jpg"):
         shutil.copy(root / "holiday" / "000.jpg", root / name)
     for split in ("train", "val"):
@@ -213,11 +214,13 @@ def shortened(line: str) -> str:
     if verb and verb[1] == "train":
         cut = CUT.replace("MAX_STEPS 2", "MAX_STEPS 3") if "UPCYCLE" in line else CUT
         line += f"{'' if '--opts' in line else ' --opts'} {cut}"
-        if "--output" not in line:
+        if "--output" not in line and "--cfg" in line:
             line = line.replace(" train ", " train --output output/another ")
-        if "--resume" not in line:
-            output = re.search(r"--output (\S+)", line)[1]
-            line = f"rm -rf {output}\n{line}"
+        output = re.search(r"--output (\S+)", line)
+        if output and "--resume" not in line:
+            line = f"rm -rf {output[1]}\n{line}"
+    if "--index shards" in line:  # of tars that another program has made
+        line = f"rm shards/index.json shards/plan.json\n{line}"
     if verb and verb[1] in ("throughput", "roofline"):
         line += " --rounds 1"
     return line
