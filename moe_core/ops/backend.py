@@ -195,10 +195,10 @@ def _is_right(form: str, request: Request) -> bool:
 def agree_on_kernels(
     requests: Mapping[str, Request], largest: Callable[[list[int]], list[int]]
 ) -> None:
-    """Select none of these Triton forms here that another rank does not select.
+    """Stop using the Triton forms that another rank does not use. Collective.
 
     Args:
-        requests: by operation.
+        requests: the request for each operation.
         largest: a collective, the elementwise maximum over the ranks.
     """
     forms = [FORMS[operation][0].module for operation in requests]

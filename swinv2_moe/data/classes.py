@@ -126,7 +126,8 @@ def imagenet_names(num_classes: int) -> list[str]:
 
 
 def _english_names(trained: Sequence[str]) -> dict[str, int]:
-    """The number of each English name of WordNet ids. A name of several classes is omitted."""
+    """English name -> class number, for classes named by WordNet ids. A name that several classes
+    have is omitted."""
     info = ImageNetInfo("imagenet-22k")
     known = dict(zip(info.label_names(), info.label_descriptions(), strict=True))
     numbers: dict[str, int] = {}

@@ -135,7 +135,11 @@ def _in_one_kernel(
     form: str,
     dtype: torch.dtype,
 ) -> RoutedTokens:
-    """x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`."""
+    """Route with one kernel of `form`.
+
+    Args:
+        x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`.
+    """
     top_k, normalize, loss, noise_std, loss_noise_std, kernels, activation = settings
     computes_loss = loss in KERNEL_LOSSES
     if not computes_loss:
