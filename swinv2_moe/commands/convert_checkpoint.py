@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # kinds of files
 IMPORTS = ("swin-moe", "tutel", "single", "dense")
 EXPORTS = ("swin-moe", "tutel", "single", "hub")
+DTYPES = ("float32", "bfloat16", "int8")
 _MAX_NAMES_BYTES = 1 << 26
 _MOST_FILES = 6  # names in a line
 
@@ -90,6 +91,13 @@ def parse() -> argparse.Namespace:
         help="write a file for each of N ranks; default: one for the whole model",
     )
     command.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=DTYPES[0],
+        help="single: how weights are stored; int8: large matrices in a byte for each number, with"
+        " a scale for each row, the rest in bfloat16",
+    )
+    command.add_argument(
         "--newer",
         action="store_true",
         help="swin-moe: layout of newer Tutel in place of that of the released files",
@@ -102,13 +110,20 @@ def parse() -> argparse.Namespace:
         " replaces {rank}",
     )
     args = parser.parse_args()
+    check_options(args)
+    return args
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise UserError for an option that does not belong to the kind of file."""
     if args.command == "import" and args.noise and args.kind != "dense":
         raise UserError(f"--noise {args.noise}: is for dense weights, not for {args.kind}")
     if args.command == "export" and args.newer and args.kind != "swin-moe":
         raise UserError(f"--newer: is for swin-moe, not for {args.kind}")
+    if args.command == "export" and args.dtype != DTYPES[0] and args.kind != "single":
+        raise UserError(f"--dtype {args.dtype}: is for single, not for {args.kind}")
     if args.command == "import" and args.opts and not args.cfg:
         raise UserError("--opts: needs --cfg")
-    return args
 
 
 def show(summary: Summary) -> None:
@@ -223,7 +238,9 @@ def run(args: argparse.Namespace) -> None:
         if selected:
             say(selected)
         legacy = not args.newer
-        files = export_weights(args.kind, Path(source), Path(args.output), args.ranks, legacy)
+        files = export_weights(
+            args.kind, Path(source), Path(args.output), args.ranks, legacy, args.dtype
+        )
         say(*written(files))
         if args.kind == "hub":
             say(f"{args.output}/README.md says how to load and upload it")

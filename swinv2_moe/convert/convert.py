@@ -5,7 +5,7 @@ Everything is checked before a file is written.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel, build_model, load_dense
 from swinv2_moe.models.build import model_class
 from swinv2_moe.models.section import ModelConfig, trunk_group
-from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.models.weight_files import as_int8, read_weights
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import (
@@ -43,6 +43,21 @@ from swinv2_moe.train.checkpoint import (
 
 # A single file's metadata: format (this), step, config (YAML), class_names (JSON)
 SINGLE_FORMAT = "swinv2-moe single file 1"
+
+
+def _as_bfloat16(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+
+
+# How a single file stores weights. All are read as float32.
+DTYPES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "float32": dict,
+    "bfloat16": _as_bfloat16,
+    "int8": as_int8,
+}
 
 
 def import_weights(
@@ -106,7 +121,12 @@ def import_weights(
 
 
 def export_weights(
-    kind: str, checkpoint: Path, output: Path, ranks: int | None = None, legacy: bool = True
+    kind: str,
+    checkpoint: Path,
+    output: Path,
+    ranks: int | None = None,
+    legacy: bool = True,
+    dtype: str = "float32",
 ) -> list[Path]:
     """Write the weights of a checkpoint or run to files of another program.
 
@@ -118,6 +138,7 @@ def export_weights(
             swin-moe.
         ranks: number of ranks; None: one file with the whole model (for swin-moe X.global).
         legacy: for swin-moe: Tutel's layout in the released files, not that of newer Tutel.
+        dtype: for single: one of DTYPES, in which weights are stored.
 
     Returns:
         the written files; for hub the directory.
@@ -147,7 +168,7 @@ def export_weights(
             "config": config.dump(),
         }
         metadata["class_names"] = json.dumps(source.meta["class_names"])
-        write_files([(output, read_weights_of(source, model))], metadata)
+        write_files([(output, DTYPES[dtype](read_weights_of(source, model)))], metadata)
         return [output]
     layouts.check_layout(kind, section)
     files, master = _targets(kind, output, ranks)

@@ -28,6 +28,9 @@ _CONTAINERS = ("model", "state_dict", "teacher", "model_ema", "state_dict_ema", 
 # Names that wrappers put in front of a model's own: DDP, compile, EMA, Lightning and others.
 _WRAPPERS = {"module", "_orig_mod", "model", "net", "network", "backbone", "ema_model"}
 _WRAPPERS |= {"student", "teacher", "encoder", "encoder_q", "momentum_encoder"}
+# int8 rows times the numbers of this name are the rows of a weight (`as_int8`)
+SCALE = ".scale"
+_LEAST_INT8 = 1 << 14  # numbers of a tensor that is stored as int8
 _MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
 
 
@@ -51,10 +54,55 @@ def read_one_of(file: Path) -> tuple[dict[str, Tensor], str]:
         return without_prefixes(unwrapped(content), f"weights {file}"), line
     with _opened(file):
         try:
-            return without_prefixes(load_file(file), f"weights {file}"), ""
+            tensors = _without_scales(load_file(file))
+            return without_prefixes(tensors, f"weights {file}"), ""
         # MemoryError: a file larger than the address space
         except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
+def as_int8(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Store large matrices in a byte for each number, and other tensors in bfloat16.
+
+    A row of n numbers becomes n int8 and one scale, under the tensor's name and `SCALE`. Rows are
+    along the last dim. Reading gives float32 again, within half a scale of the original: 1/254 of
+    the row's largest number.
+    """
+    packed = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            packed[name] = tensor
+        elif tensor.ndim < 2 or tensor.numel() < _LEAST_INT8:
+            packed[name] = tensor.bfloat16()
+        else:
+            rows = tensor.float()
+            # rounded up: 127 scales must reach the largest number
+            scale = (rows.abs().amax(-1) / 127 * (1 + 2**-8)).bfloat16()
+            steps = rows / scale.float().clamp(min=1e-30).unsqueeze(-1)
+            packed[name] = steps.round().clamp(-127, 127).to(torch.int8)
+            packed[f"{name}{SCALE}"] = scale
+    return packed
+
+
+def _without_scales(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `as_int8` packed, in float32, and all others as they are.
+
+    Raises:
+        ValueError: a scale does not fit its rows.
+    """
+    tensors = dict(state)
+    for name, scale in state.items():
+        packed = state.get(name.removesuffix(SCALE))
+        if not name.endswith(SCALE) or packed is None or packed.dtype != torch.int8:
+            continue
+        if scale.shape != packed.shape[:-1] or not scale.is_floating_point():
+            raise ValueError(
+                f"{name!r} is {scale.dtype} {list(scale.shape)}, it does not scale the rows of"
+                f" int8 {list(packed.shape)}"
+            )
+        tensors[name.removesuffix(SCALE)] = packed.float() * scale.float().unsqueeze(-1)
+        del tensors[name]
+    return tensors
 
 
 def read_class_names(file: Path) -> list[str]:

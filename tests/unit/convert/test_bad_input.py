@@ -204,6 +204,7 @@ def test_arguments(files, convert, refused, cfg, make_checkpoint, tmp_path):
     refused(noise, "--noise 0.1: is for dense")
     for kind in ("tutel", "single", "hub"):
         refused(["export", kind, ours, "--newer"], f"--newer: is for swin-moe, not for {kind}")
+    refused(["export", "tutel", ours, "--dtype", "int8"], "--dtype int8: is for single, not for")
     for noise in ("nan", "-1", "inf"):
         refused(["import", "dense", files, *cfg(), "--noise", noise], "--noise is")
     for kind in ("swin-moe", "tutel"):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
 from swinv2_moe.config import model_config
-from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.models import build_model, load_dense, weight_files
 from swinv2_moe.train.checkpoint import open_checkpoint, write_meta, write_weights
 
 
@@ -87,6 +87,42 @@ def test_a_single_file_holds_all_that_a_checkpoint_needs(
     before, after = (open_checkpoint(directory).meta for directory in (ours, tmp_path / "new"))
     for key in ("config", "step", "class_names"):
         assert before[key] == after[key]
+
+
+def test_a_single_file_in_fewer_bytes(
+    exported, imported, load, make_checkpoint, make_config, tmp_path, monkeypatch
+):
+    ours, model = make_checkpoint()
+    monkeypatch.setattr(weight_files, "_LEAST_INT8", 64)
+    file = exported("single", ours, tmp_path / "int8.safetensors", "--dtype", "int8")
+    stored = load_file(file)
+    packed = [name for name, tensor in stored.items() if tensor.dtype == torch.int8]
+    assert any(".experts.w1" in name for name in packed)
+    assert all(stored[name].dtype == torch.bfloat16 for name in stored if name not in packed)
+    state = load(imported("single", file), make_config()).state_dict()
+    for name, value in model.state_dict().items():
+        if name in packed:
+            limit = value.abs().amax(-1, keepdim=True) / 250
+            assert (state[name] - value).abs().le(limit).all(), name
+        else:
+            assert torch.equal(state[name], value.to(torch.bfloat16).to(value)), name
+
+
+def test_int8_rows_of_zeros_and_of_other_shapes():
+    rows = torch.zeros(2, 3, 8192)
+    rows[1, 2, 5] = -3.0
+    packed = weight_files.as_int8({"w": rows, "b": rows[0, 0], "n": torch.tensor(3)})
+    assert packed["w"].dtype == torch.int8
+    assert packed["w.scale"].shape == (2, 3)
+    assert packed["n"].dtype == torch.int64
+    restored = weight_files._without_scales(packed)
+    assert restored.keys() == {"w", "b", "n"}
+    assert restored["w"][1, 2, 5].item() == pytest.approx(-3.0, rel=0.01)
+    restored["w"][1, 2, 5] = 0
+    assert not restored["w"].any()
+    packed["w.scale"] = packed["w.scale"][0]
+    with pytest.raises(ValueError, match="does not scale the rows"):
+        weight_files._without_scales(packed)
 
 
 def test_a_single_file_with_another_configuration(
