@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_core.files import open_regular
+from moe_core.files import open_regular, try_lock
 from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import Data, training_loader
 from swinv2_moe.data.sources import Source
@@ -43,6 +43,7 @@ _FORMAT = 1
 _DIGEST_BYTES = 32
 _SAMPLE = 64  # images whose content is part of the fingerprint
 _SECONDS_BETWEEN_LINES = 60
+_SECONDS_BETWEEN_LOCKS = 1.0
 
 
 class OutputCache:
@@ -176,19 +177,12 @@ class Distillation:
             self.cached_images += self.cache.size
             return
         self.view, self.chunks = None, []
-        problems = self._problems(view)
-        damaged = [chunk for chunk, problem in problems.items() if problem != "is missing"]
-        for chunk in damaged:
-            recorder.say(
-                f"{self.cache.folder}: part {chunk} of view {view} {problems[chunk]};"
-                " it is computed again"
-            )
-        missing = sorted(problems)
-        num_missing = sum(len(self.cache.indices(chunk)) for chunk in missing)
+        num_missing = 0
+        if self._problems(view):
+            with self._alone(view, recorder, check_stop):
+                num_missing = self._complete(view, recorder, check_stop)
         self.computed_images += num_missing
         self.cached_images += self.cache.size - num_missing
-        if missing:
-            self._fill(view, missing, num_missing, recorder, check_stop)
         for rank, found in enumerate(self.world.gather(self.cache.count(view))):
             if found != self.cache.num_chunks:
                 raise UserError(
@@ -199,6 +193,47 @@ class Distillation:
         self.chunks = self.cache.open(view)
         self.view = view
         recorder.say(self._line(view, num_missing))
+
+    def _complete(self, view: int, recorder: Recorder, check_stop: Callable[[], None]) -> int:
+        """Compute what is missing of a view. Returns the number of these images."""
+        problems = self._problems(view)  # another run may have written some meanwhile
+        for chunk, problem in sorted(problems.items()):
+            if problem != "is missing":
+                recorder.say(
+                    f"{self.cache.folder}: part {chunk} of view {view} {problem};"
+                    " it is computed again"
+                )
+        missing = sorted(problems)
+        num_missing = sum(len(self.cache.indices(chunk)) for chunk in missing)
+        if missing:
+            self._fill(view, missing, num_missing, recorder, check_stop)
+        return num_missing
+
+    @contextmanager
+    def _alone(
+        self, view: int, recorder: Recorder, check_stop: Callable[[], None]
+    ) -> Iterator[None]:
+        """Wait until no other run computes this view; others wait until the block ends."""
+        with ExitStack() as stack:
+            told = False
+            while not self.world.agree(self._try_lock(view, stack) if self.world.is_main else True):
+                if not told:
+                    told = True
+                    recorder.say(f"teacher: another run computes view {view + 1}; waiting for it")
+                time.sleep(_SECONDS_BETWEEN_LOCKS)
+                check_stop()
+            yield
+
+    def _try_lock(self, view: int, stack: ExitStack) -> bool:
+        """Lock a view on the main rank until the stack closes; True also where that fails, since
+        the work would only be done twice."""
+        try:
+            path = self.cache.folder / f"view-{view:04d}.lock"
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            stack.callback(os.close, file)
+            return try_lock(file, inherited=False)
+        except OSError:
+            return True
 
     def hit_rate(self) -> float | None:
         """The share of the outputs that were in the cache, in this part of the run, 0 to 1."""
@@ -320,7 +355,7 @@ class Distillation:
         return {
             "format": _FORMAT,
             "teacher": self.teacher.architecture,
-            "weights": self.teacher.checksum(),
+            "weights": self.teacher.weights,
             "columns": columns,
             "dtype": dtype,
             "input": [given.channels, given.img_size, given.mean, given.std, given.interpolation],

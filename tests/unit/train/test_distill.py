@@ -1,7 +1,9 @@
 """Distillation: the teacher's loss, its outputs on disk, and runs that are interrupted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -9,11 +11,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from run_cases import interrupt_at, weights_of
+from run_cases import ALONE, interrupt_at, weights_of
 from safetensors.torch import save_file
 
 from swinv2_moe.config import all_sections
-from swinv2_moe.data.build import build_data, training_loader
+from swinv2_moe.data.build import build_data
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import distill, teacher
@@ -105,20 +107,24 @@ def test_outputs_are_computed_once_and_shared(config_of, computed, tmp_path, cap
     assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
 
 
-def test_outputs_are_of_the_same_pictures(config_of, weights, tmp_path):
-    train(config_of("run", {"TRAIN.MAX_STEPS": 1, "DATA.INTERPOLATION": "random"}))
-    config = all_sections(config_of("other", {"DATA.INTERPOLATION": "random"}))
-    data = build_data(config.data)
-    data.set_epoch(0)
-    model = timm.create_model("test_resnet", num_classes=10, checkpoint_path=str(weights)).eval()
-    assert model.pretrained_cfg["mean"] != config.data.mean
-    small = training_loader(config.data, data.train_loader.dataset, 0, range(4))
-    large = data.train_loader.dataset
-    own = torch.stack([large[index].image for index in range(4)])
-    torch.testing.assert_close(own, next(iter(small)).images)
-    (file,) = (path for path in tmp_path.rglob("000000.f16"))
-    rows = np.frombuffer(file.read_bytes()[:-32], "<f2").reshape(32, 10)
-    assert np.isfinite(rows).all()
+def test_outputs_are_those_of_the_models_pictures(config_of):
+    keys = {"AUG.AUTO_AUGMENT": "rand-m9-mstd0.5-inc1", "AUG.SCALE": [0.3, 1.0], "AUG.REPROB": 0}
+    keys |= {"DATA.INTERPOLATION": "random", "DATA.IMG_SIZE": 32, "DATA.NUM_WORKERS": 0}
+    config = all_sections(config_of("run", keys))
+    data = replace(build_data(config.data), views=2)
+    known = teacher.open_teacher(config.train.distill, ALONE)
+    made = Distillation(config, ALONE, data, known)
+    made.prepare(1, MagicMock(), lambda: None)
+    data.set_epoch(3)
+    batch = next(iter(data.train_loader))
+    values = (config.data.mean, config.data.std, known.mean, known.std)
+    mean, std, own_mean, own_std = (torch.tensor(value).view(3, 1, 1) for value in values)
+    assert (mean != own_mean).all()
+    pictures = (batch.images * std + mean - own_mean) / own_std
+    with torch.inference_mode():
+        expected = known.module(pictures)
+    torch.testing.assert_close(made(batch.indices), expected, rtol=1e-2, atol=1e-2)
+    assert (expected - expected.roll(1, 0)).abs().max() > 0.1
 
 
 def test_a_killed_run_goes_on_bit_for_bit(config_of, computed, tmp_path, monkeypatch):
@@ -165,6 +171,46 @@ def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys)
     assert len(files_of(tmp_path / "cache")) == 2
     assert train(config_of("run"), resume="auto")["steps"] == 15
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+def test_a_run_waits_for_another_that_computes(config_of, computed, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(distill, "_SECONDS_BETWEEN_LOCKS", 0.0)
+    monkeypatch.setattr(
+        distill, "try_lock", lambda file, inherited: waited.append(len(computed)) or waited[2:]
+    )
+    train(config_of("run", {"TRAIN.MAX_STEPS": 1}))
+    assert waited == [0, 0, 0]
+    assert "teacher: another run computes view 1; waiting for it" in capsys.readouterr().out
+    assert len(computed) == CHUNKS
+
+
+def count_norms(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_norms_are_folded_into_convolutions(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    images = torch.rand(2, 3, 64, 64)
+    faster = teacher.fused(model, images)
+    assert count_norms(faster) <= 1 < count_norms(model)  # one follows a block of layers
+    torch.testing.assert_close(faster(images), model(images), rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_that_follows_something_else_stays():
+    class Other(torch.nn.Sequential):
+        def forward(self, images):
+            return self[0](self[1](images))
+
+    model = Other(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)).eval()
+    model[1].running_mean.fill_(0.5)
+    assert teacher.fused(model, torch.rand(2, 3, 8, 8)) is model
 
 
 def test_damaged_files_are_computed_again(config_of, computed, tmp_path, capsys):
