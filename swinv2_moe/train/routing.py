@@ -1,12 +1,13 @@
-"""Record the expert that each token of an image is routed to.
+"""Record what goes through MoE layers: the expert of each token of an image, and samples of tokens.
 
-B images, C channels, S pixels a side, h x w tokens, K choices of a token
+B images, C channels, S pixels a side, h x w tokens, K choices of a token, T tokens, M model dim
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from moe_core import MoELayer, moe_layers
@@ -98,3 +99,39 @@ def evenly_spaced(size: int, count: int) -> list[int]:
     """Up to `count` evenly spaced integers from 0 to `size` - 1."""
     count = min(size, count)
     return [i * size // count for i in range(count)]
+
+
+@torch.no_grad()
+def sample_tokens(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[Tensor],
+    per_image: int,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Tokens that reach some layers of a model, by the layer's name: [T, M] on the CPU.
+
+    Args:
+        layers: modules of the model whose first argument is [..., M].
+        batches: images [B, C, S, S].
+        per_image: tokens of an image to keep, drawn at random by `seed`; fewer if it has fewer.
+    """
+    tokens: dict[str, list[Tensor]] = {name: [] for name in layers}
+    generator = torch.Generator().manual_seed(seed)
+    count = 0  # tokens to keep of the current batch
+
+    def keep(name: str) -> Callable:
+        def hook(layer: nn.Module, args: tuple) -> None:
+            x = args[0].flatten(0, -2)
+            rows = torch.randperm(len(x), generator=generator)[:count]
+            tokens[name].append(x[rows.to(x.device)].float().cpu())
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(keep(name)).remove)
+        for images in batches:
+            count = per_image * len(images)
+            model(images)
+    return {name: torch.cat(parts) for name, parts in tokens.items()}

@@ -1,0 +1,230 @@
+"""A run with fewer experts, or a dense one, from a run with experts and a sample of its images."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from yacs.config import CfgNode
+
+from moe_core import MoEConfig, moe_layers, prepared
+from swinv2_moe.config import as_opts, config_from_text, model_config
+from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, dense_ffn, fewer_experts
+from swinv2_moe.convert.files import check_new
+from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.datasets import IGNORE
+from swinv2_moe.data.sources import Subset, load_sources
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import new_directory, publish_directory, writing
+from swinv2_moe.models import MoEModel, block_name, build_model, load_strict
+from swinv2_moe.tables import Bar, Console
+from swinv2_moe.train.checkpoint import write_weights
+from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.routing import sample_tokens, spread
+
+TOKENS = 4096  # of each layer
+# Keys about the start of the original training and its ranks, with the values of a new run.
+_OF_THE_TRAINING = {
+    "MODEL.PRETRAINED": "",
+    "MODEL.UPCYCLE": "",
+    "MODEL.UPCYCLE_NOISE": 0.0,
+    "MODEL.CLASS_MAP": "",
+    "MODEL.MOE.FREEZE": False,
+    "MODEL.MOE.TOP_K_SCHEDULE": "",
+    "MODEL.MOE.EXPERT_PARALLEL_SIZE": 0,
+    "MODEL.MOE.STRATEGY": "r1 d1 linear",
+}
+
+
+class Measured(NamedTuple):
+    """Cross-entropy and top-1 (percent) of a model on the sample of training images."""
+
+    loss: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `compress` has written."""
+
+    checkpoint: Path  # the one that was read
+    layers: dict[str, Compressed]
+    before: Measured
+    after: Measured
+    images: int
+
+
+def compress(
+    resume: str,
+    output: Path,
+    num_experts: int,
+    data: str | None = None,
+    dataset: str | None = None,
+    opts: Sequence[str] = (),
+    images: int = 512,
+) -> Result:
+    """Write the new run `output` from a run or checkpoint with experts. The method is that of
+    `swinv2_moe.convert.fewer_experts`.
+
+    The run has config.yaml, one checkpoint of weights, and one line of metrics.jsonl: its loss on
+    the sample.
+
+    Args:
+        num_experts: experts of each layer; 0: dense FFNs.
+        data, dataset, opts: as in `open_deployed`.
+        images: training images of the sample, evenly spaced.
+
+    Raises:
+        UserError: input that cannot be used; nothing is written.
+    """
+    _check_alone(images)
+    check_new(output)
+    with open_deployed(resume, data, dataset, opts) as deployed:
+        layer = deployed.model_config.experts.layer
+        if layer is None:
+            raise UserError(
+                f"checkpoint {deployed.source.directory}: a dense model, it has no experts"
+            )
+        _check(layer, num_experts)
+        config = _config_of(deployed, num_experts, output)
+        sample = _Images(deployed, images)
+        num_classes = len(deployed.class_names())
+        model = deployed.model(num_classes).cpu()
+        smaller = build_model(model_config(config), num_classes).eval()
+        layers = _compress_layers(model, smaller, sample)
+        load_strict(smaller, _tensors(model, layers), f"checkpoint {deployed.source.directory}")
+        before, after = sample.measure(model), sample.measure(smaller)
+        _write(output, config, deployed, smaller, after)
+    return Result(deployed.source.directory, layers, before, after, len(sample))
+
+
+def _check_alone(images: int) -> None:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun"
+        )
+    if images < 1:
+        raise UserError(f"--images is {images}, it must be at least 1")
+
+
+def _check(layer: MoEConfig, num_experts: int) -> None:
+    """Raise UserError for layers that cannot get `num_experts` experts, or 0: a dense FFN."""
+    if layer.router not in ROUTERS:
+        raise UserError(
+            f"MODEL.MOE.ROUTER is {layer.router!r}: only experts of the routers"
+            f" {' and '.join(ROUTERS)} can be removed and merged"
+        )
+    if num_experts == 0:
+        if layer.gated or layer.activation != "gelu":
+            raise UserError(
+                f"--dense: MODEL.MOE.ACTIVATION is {layer.activation!r} and MODEL.MOE.GATED"
+                f" {layer.gated}, a dense FFN has 'gelu' and False"
+            )
+    elif num_experts >= layer.num_experts:
+        raise UserError(
+            f"--experts {num_experts}: must be below the run's number of experts"
+            f" ({layer.num_experts})"
+        )
+    elif num_experts < layer.top_k:
+        raise UserError(
+            f"--experts {num_experts}: must be at least MODEL.MOE.TOP_K ({layer.top_k}), the"
+            " experts of a token"
+        )
+
+
+def _config_of(deployed: Deployed, num_experts: int, output: Path) -> CfgNode:
+    """The configuration of the new run."""
+    keys = _OF_THE_TRAINING | {
+        "MODEL.MOE.NUM_EXPERTS": num_experts,
+        "DATA.DATASET": deployed.data.dataset,
+        "DATA.PATH": deployed.data.path,
+        "OUTPUT": str(output),
+    }
+    source = deployed.source
+    return config_from_text(source.meta["config"], f"checkpoint {source.directory}", as_opts(keys))
+
+
+class _Images:
+    """Training images of a run, evenly spaced, with the transform of evaluation."""
+
+    def __init__(self, deployed: Deployed, count: int) -> None:
+        sources, _ = deployed.aligned(load_sources(deployed.data))
+        self.deployed = deployed
+        self.source = Subset(sources.train, spread(len(sources.train), count))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and targets of each batch, without padding and unreadable images."""
+        for images, targets, _ in evaluation_loader(self.deployed.data, self.source):
+            counted = targets != IGNORE
+            yield images[counted], targets[counted]
+
+    @torch.no_grad()
+    def measure(self, model: MoEModel) -> Measured:
+        loss, right, count = 0.0, 0, 0
+        with prepared(model):
+            for images, targets in self.batches():
+                logits = model(images).float()
+                loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+                right += int((logits.argmax(1) == targets).sum())
+                count += len(targets)
+        return Measured(loss / max(count, 1), 100 * right / max(count, 1))
+
+
+def _compress_layers(model: MoEModel, smaller: MoEModel, sample: _Images) -> dict[str, Compressed]:
+    """The compressed layers by name, as `smaller` needs them. All see the tokens of the original
+    model."""
+    layers, fewer = moe_layers(model), moe_layers(smaller)
+    per_image = -(-TOKENS // len(sample))
+    batches = (images for images, _ in sample.batches())
+    tokens = sample_tokens(model, layers, batches, per_image)
+    compressed = {}
+    with Bar(Console(), "layers", len(layers)) as bar:
+        for name, layer in layers.items():
+            if name in fewer:
+                num_experts = fewer[name].config.num_experts
+                compressed[name] = fewer_experts(layer, tokens[name], num_experts)
+            else:
+                fc2 = smaller.get_submodule(f"{block_name(name)}.mlp.fc2")
+                assert isinstance(fc2, nn.Linear)
+                has_bias = fc2.bias is not None
+                compressed[name] = dense_ffn(layer, tokens[name], fc2.in_features, has_bias)
+            bar.advance("")
+    return compressed
+
+
+def _tensors(model: MoEModel, layers: dict[str, Compressed]) -> dict[str, Tensor]:
+    """The tensors of the model with compressed layers."""
+    tensors = model.state_dict()
+    for name, layer in layers.items():
+        prefix = f"{name}."
+        if "fc1.weight" in layer.tensors:
+            tensors = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
+            prefix = f"{block_name(name)}.mlp."
+        tensors |= {f"{prefix}{key}": tensor for key, tensor in layer.tensors.items()}
+    return tensors
+
+
+def _write(
+    output: Path, config: CfgNode, deployed: Deployed, model: MoEModel, after: Measured
+) -> None:
+    """Write the run: all of it or nothing."""
+    meta = deployed.source.meta
+    step, epoch = meta["step"], (meta["training"] or {}).get("epoch", 0)
+    # No step was trained: the line says what `report` needs of a run.
+    line = {"step": step, "epoch": epoch, "loss": after.loss, "images_per_second": 0.0}
+    with new_directory(output) as directory, writing(output):
+        (directory / "config.yaml").write_text(config.dump())
+        (directory / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        checkpoint = directory / "checkpoints" / f"step-{step:08d}"
+        write_weights(
+            checkpoint, model, model.state_dict(), config.dump(), meta["class_names"], step
+        )
+        publish_directory(directory, output)

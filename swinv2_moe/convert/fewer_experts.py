@@ -1,0 +1,416 @@
+"""Fewer experts, or one dense FFN, in place of a layer's experts, from a sample of its tokens.
+
+`fewer_experts`:
+
+1. Prune. The expert whose removal changes the layer's output least is removed, then the next one.
+   Its tokens go to the experts that the router ranks next. An expert with few tokens changes
+   little, so the load counts. This is the criterion of "Not All Experts are Equal" (arXiv
+   2402.14800, section 3.1), one expert at a time instead of all subsets.
+2. Merge. Each removed expert may be merged into the remaining one with the most similar output: its
+   hidden units are permuted to match, then weights and router rows are averaged by load (M-SMoE,
+   arXiv 2310.01334, section 3.2; similarity of outputs as in HC-SMoE, arXiv 2410.08589). The merge
+   stays only if the layer's output comes nearer to the original.
+3. Fit. The second weight and bias of each expert (not of gated ones) become those that give the
+   layer's original output with the least squares, near to what they were (ridge regression). How
+   near is decided by tokens that the regression has not seen, also whether it helps at all. Fitting
+   merged experts to outputs by least squares: MergeMoE, arXiv 2510.14436.
+
+`dense_ffn` needs no router:
+
+1. The hidden units are the load-weighted mean of the matched experts, if an expert has as many
+   units as the dense FFN; or the units with the largest share in the layer's output, of all
+   experts. With small experts (a quarter of the hidden dim, 4 of 32 a token) the dense FFN of equal
+   active MACs has room for an eighth of the units: the others are lost.
+2. The second weight and bias are fitted in the same way. Of both starts the one that changes the
+   output of unseen tokens less is used.
+
+A short distillation from the original model follows either.
+"""
+
+# T tokens, E experts, N experts left, K top-k, H hidden dim of an expert, M model dim
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.func import functional_call
+
+from moe_core import ACTIVATIONS, MoEConfig, MoELayer
+
+# The parameter of a router that has an entry for each expert, and its dim.
+ROUTERS = {"linear": ("weight", 0), "cosine": ("sim_matrix", 1)}
+RIDGE = (1e-3, 1e-2, 1e-1, 1.0)  # weights of the start in a regression
+
+
+class Compressed(NamedTuple):
+    """A layer's tensors by name, the share of its output that has changed (0: none, 1: all), and
+    what was done."""
+
+    tensors: dict[str, Tensor]
+    change: float
+    how: str
+
+
+def choices(logits: Tensor, config: MoEConfig, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> the experts of each token [T, K] and their gate values, as in evaluation.
+
+    Args:
+        bias: [E], added to the scores for the choice.
+    """
+    scores = logits.softmax(1)
+    if config.gate_activation == "sigmoid":
+        scores = logits.sigmoid()
+    ranked = logits
+    if config.balance == "bias":
+        ranked = scores + bias
+    top_k = min(config.top_k, logits.shape[1])
+    ids = ranked.topk(top_k).indices
+    gates = scores.gather(1, ids)
+    if config.normalize_gates and top_k > 1:
+        gates = gates / gates.sum(1, keepdim=True).clamp(min=1e-30)
+    return ids, gates
+
+
+def change_of(target: Tensor, y: Tensor) -> tuple[float, float]:
+    """The share of the target's squares that y [T, M] misses, and the factor of y with which it is
+    that little: y may be larger as a whole, since the gate values of fewer experts are."""
+    product, square = float((target * y).sum()), float(y.square().sum())
+    total = float(target.square().sum())
+    if product <= 0 or total == 0:
+        return 1.0, 1.0
+    return max(0.0, 1 - product**2 / (square * total)), product / square
+
+
+@dataclass
+class Sample:
+    """Tokens [T, M] of a layer in one process, and what each expert makes of them."""
+
+    layer: MoELayer
+    tokens: Tensor
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """The bias of each expert in the choice, [E]; 0 without `balance="bias"`."""
+        if self.layer.balance is None:
+            return self.tokens.new_zeros(self.layer.config.num_experts)
+        return self.layer.balance.bias
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[T, E]."""
+        return self.layer.router(self.tokens)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """The output of each expert for each token, [E, T, M]."""
+        return self.run({})
+
+    @cached_property
+    def target(self) -> Tensor:
+        """The layer's output without shared experts, [T, M]."""
+        return self.mixture(self.outputs, self.logits, self.bias)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The gate value of each expert for each token, 0 where it is not chosen: [T, E]."""
+        ids, gates = choices(self.logits, self.layer.config, self.bias)
+        return torch.zeros_like(self.logits).scatter(1, ids, gates)
+
+    def run(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The outputs of experts with other parameters [N, ...], [N, T, M]."""
+        experts = self.layer.experts
+        num = self.layer.config.num_experts
+        if "w1" in parameters:
+            num = len(parameters["w1"])
+        num_tokens = len(self.tokens)
+        rows = self.tokens.repeat(num, 1)
+        offsets = torch.arange(1, num + 1, dtype=torch.int32) * num_tokens
+        y = functional_call(experts, dict(parameters), (rows, offsets))
+        return y.view(num, num_tokens, -1)
+
+    def mixture(
+        self, outputs: Tensor, logits: Tensor, bias: Tensor, rows: list[int] | None = None
+    ) -> Tensor:
+        """The layer's output [T, M] if it had the experts of `logits` [T, N] and `bias` [N].
+
+        Args:
+            outputs: of each expert, [N, T, M].
+            rows: the row of `outputs` of each expert; None: all, in their order.
+        """
+        ids, gates = choices(logits, self.layer.config, bias)
+        if rows is not None:
+            ids = torch.tensor(rows)[ids]
+        chosen = outputs[ids, torch.arange(len(ids))[:, None]]  # [T, K, M]
+        return torch.einsum("tk,tkm->tm", gates, chosen)
+
+
+# --- fewer experts
+
+
+@torch.no_grad()
+def fewer_experts(layer: MoELayer, tokens: Tensor, num_experts: int) -> Compressed:
+    """The layer with `num_experts` of its experts, from tokens [T, M] (see the module).
+
+    The other parameters and shared experts stay.
+    """
+    sample = Sample(layer, tokens)
+    kept = _kept(sample, num_experts)
+    part = _Part(sample, kept)
+    loads = (sample.weights > 0).sum(0)
+    removed = [e for e in range(layer.config.num_experts) if e not in kept and loads[e]]
+    merged = 0
+    for expert in sorted(removed, key=lambda e: -int(loads[e])):
+        merged += part.merge(expert, loads)
+    change = part.fit()
+    tensors = dict(layer.state_dict()) | {f"router.{part.router_name}": part.router}
+    tensors |= {f"experts.{name}": tensor for name, tensor in part.experts.items()}
+    if layer.balance is not None:
+        tensors["balance.bias"] = sample.bias[kept]
+    how = f"experts {', '.join(map(str, kept))} stay; {merged} of the others merged into them"
+    return Compressed(tensors, change, how)
+
+
+def _kept(sample: Sample, num_experts: int) -> list[int]:
+    """The experts that are left when those with the least change of output are removed."""
+    kept = list(range(sample.layer.config.num_experts))
+    while len(kept) > num_experts:
+        changes = []
+        for expert in kept:
+            rest = [e for e in kept if e != expert]
+            y = sample.mixture(sample.outputs, sample.logits[:, rest], sample.bias[rest], rest)
+            changes.append(change_of(sample.target, y)[0])
+        del kept[changes.index(min(changes))]
+    return kept
+
+
+class _Part:
+    """The experts that are left, while others are merged into them."""
+
+    def __init__(self, sample: Sample, kept: list[int]) -> None:
+        layer = sample.layer
+        self.sample, self.kept = sample, kept
+        self.experts = {name: p[kept].clone() for name, p in layer.experts.named_parameters()}
+        self.router_name, self.dim = ROUTERS[layer.config.router]
+        all_rows: Tensor = layer.router.get_parameter(self.router_name)
+        if layer.config.router == "cosine":
+            all_rows = F.normalize(all_rows, dim=0)  # their length has no effect
+        self.all_rows = all_rows
+        self.router = all_rows.index_select(self.dim, torch.tensor(kept))
+        self.outputs = sample.outputs[kept]
+        self.loads = [0] * len(kept)  # of the experts merged into each
+
+    def output(self) -> Tensor:
+        """The layer's output [T, M]."""
+        return self._output_with(self.outputs, self.router)
+
+    def _output_with(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """The layer's output with other outputs of the experts and rows of the router."""
+        sample = self.sample
+        logits = functional_call(sample.layer.router, {self.router_name: rows}, (sample.tokens,))
+        return sample.mixture(outputs, logits, sample.bias[self.kept])
+
+    def merge(self, expert: int, loads: Tensor) -> bool:
+        """Merge a removed expert into the nearest one, if that brings the output nearer.
+
+        Args:
+            loads: [E], the numbers of tokens of the original experts.
+        """
+        sample = self.sample
+        mine = sample.weights[:, expert] > 0
+        differences = self.outputs[:, mine] - sample.outputs[expert, mine]
+        nearest = int(differences.square().sum((1, 2)).argmin())
+        own = int(loads[self.kept[nearest]]) + self.loads[nearest]
+        share = int(loads[expert]) / (own + int(loads[expert]))
+        before = {name: tensor[nearest] for name, tensor in self.experts.items()}
+        other = {name: p[expert] for name, p in sample.layer.experts.named_parameters()}
+        other = matched(other, before)
+        merged = {name: before[name].lerp(other[name], share) for name in before}
+        output = sample.run({name: tensor[None] for name, tensor in merged.items()})[0]
+        rows = self.router.clone()
+        row = rows.select(self.dim, nearest)
+        row.lerp_(self.all_rows.select(self.dim, expert), share)
+        outputs = self.outputs.clone()
+        outputs[nearest] = output
+        y = self._output_with(outputs, rows)
+        if change_of(sample.target, y)[0] >= change_of(sample.target, self.output())[0]:
+            return False
+        for name, tensor in merged.items():
+            self.experts[name][nearest] = tensor
+        self.router, self.outputs = rows, outputs
+        self.loads[nearest] += int(loads[expert])
+        return True
+
+    def fit(self) -> float:
+        """Scale or fit the second weights and biases to the original output. Returns the change of
+        the output: after a fit, that of tokens that it has not seen."""
+        target = self.sample.target
+        change, scale = change_of(target, self.output())
+        for name in self.experts.keys() & {"w2", "b2"}:
+            self.experts[name] *= scale  # gate values of fewer experts are larger
+        if self.sample.layer.config.gated:
+            return change
+        everywhere = torch.ones(len(target), dtype=torch.bool)
+        fitted = torch.arange(len(target)) % 2 == 0
+        unseen = target[~fitted]
+        changes = {0.0: change_of(unseen, self._fitted(~everywhere, 0.0)[1][~fitted])[0]}
+        for ridge in RIDGE:
+            changes[ridge] = change_of(unseen, self._fitted(fitted, ridge)[1][~fitted])[0]
+        best = min(changes, key=changes.__getitem__)
+        if best:
+            seconds, _ = self._fitted(everywhere, best)
+            self.experts["w2"] = torch.stack([second[: self._hidden_dim] for second in seconds])
+            if "b2" in self.experts:
+                self.experts["b2"] = torch.stack([second[-1] for second in seconds])
+        return changes[best]
+
+    @property
+    def _hidden_dim(self) -> int:
+        return self.experts["w1"].shape[1]
+
+    def _fitted(self, chosen: Tensor, ridge: float) -> tuple[list[Tensor], Tensor]:
+        """The second weights, each with the bias as its last row, fitted to the tokens where
+        `chosen` [T] is true, and the output for all tokens [T, M].
+
+        Experts are fitted one after the other. With K above 1 this is repeated, since a token's
+        output is the sum of several.
+        """
+        sample, config = self.sample, self.sample.layer.config
+        logits = functional_call(
+            sample.layer.router, {self.router_name: self.router}, (sample.tokens,)
+        )
+        ids, gates = choices(logits, config, sample.bias[self.kept])
+        weights = torch.zeros_like(logits).scatter(1, ids, gates)  # [T, N]
+        rows, seconds, tokens = [], [], []
+        y = torch.zeros_like(sample.target)
+        for e in range(len(self.kept)):
+            mine = (weights[:, e] > 0).nonzero().squeeze(1)
+            expert = {name: tensor[e] for name, tensor in self.experts.items()}
+            row, second = _linear_part(expert, sample.tokens[mine], config)
+            rows.append(weights[mine, e, None] * row)
+            seconds.append(second)
+            tokens.append(mine)
+            y[mine] += rows[e] @ second
+        for _ in range(min(config.top_k, 2) * int(chosen.any())):
+            for e, mine in enumerate(tokens):
+                used = chosen[mine]
+                rest = sample.target[mine] - y[mine] + rows[e] @ seconds[e]
+                second = _regression(rows[e][used], rest[used], seconds[e], ridge)
+                y[mine] += rows[e] @ (second - seconds[e])
+                seconds[e] = second
+        return seconds, y
+
+
+def _linear_part(
+    expert: dict[str, Tensor], tokens: Tensor, config: MoEConfig
+) -> tuple[Tensor, Tensor]:
+    """The hidden units of an expert [T, H] and its second weight [H, M]. With a second bias, a
+    column of ones and the bias are appended."""
+    activation = ACTIVATIONS[config.activation]
+    hidden = activation(F.linear(tokens, expert["w1"], expert.get("b1")))
+    if "b2" not in expert:
+        return hidden, expert["w2"]
+    ones = hidden.new_ones(len(hidden), 1)
+    return torch.cat([hidden, ones], 1), torch.cat([expert["w2"], expert["b2"][None]])
+
+
+def matched(expert: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An expert's parameters ([H, M], [H]; b2 [M]) with its hidden units in the order in which they
+    fit those of the other expert best. Its output stays the same."""
+    similarity = sum(other[name] @ expert[name].T for name in ("w1", "w2"))
+    if "w3" in expert:
+        similarity = similarity + other["w3"] @ expert["w3"].T
+    assert isinstance(similarity, Tensor)
+    order = torch.from_numpy(linear_sum_assignment(similarity.numpy(), maximize=True)[1])
+    of_units = {name: p[order] for name, p in expert.items() if name != "b2"}
+    return expert | of_units
+
+
+# --- one dense FFN
+
+
+@torch.no_grad()
+def dense_ffn(layer: MoELayer, tokens: Tensor, hidden_dim: int, bias: bool = True) -> Compressed:
+    """A dense FFN in place of the layer, from tokens [T, M] (see the module): the tensors
+    fc1.weight and so on of a block's FFN. The experts are not gated.
+
+    Args:
+        bias: whether the FFN has a second bias.
+    """
+    sample, config = Sample(layer, tokens), layer.config
+    target = sample.target
+    if layer.shared is not None:
+        target = target + layer.shared(tokens)
+    starts = {"units with the largest share in the output": _important(sample, hidden_dim)}
+    if config.hidden_dim == hidden_dim and layer.shared is None:
+        starts["load-weighted mean of the experts"] = _mean(sample)
+    if not bias:
+        for start in starts.values():
+            del start["b2"]
+    fitted = torch.arange(len(tokens)) % 2 == 0  # the other tokens decide
+    changes = {}
+    for how, start in starts.items():
+        rows, second = _linear_part(start, tokens, config)
+        for ridge in RIDGE:
+            y = rows[~fitted] @ _regression(rows[fitted], target[fitted], second, ridge)
+            changes[how, ridge] = change_of(target[~fitted], y)[0]
+    best = min(changes, key=changes.__getitem__)
+    how, ridge = best
+    rows, second = _linear_part(starts[how], tokens, config)
+    second = _regression(rows, target, second, ridge)
+    tensors = {"fc1.weight": starts[how]["w1"], "fc1.bias": starts[how]["b1"]}
+    tensors["fc2.weight"] = second[:hidden_dim].T.contiguous()
+    if bias:
+        tensors["fc2.bias"] = second[-1]
+    return Compressed(tensors, changes[best], how)
+
+
+def _important(sample: Sample, hidden_dim: int) -> dict[str, Tensor]:
+    """An FFN of the hidden units with the largest share in the layer's output: the sum over tokens
+    of (gate value * unit)^2, times the square of the unit's row of the second weight."""
+    layer, tokens = sample.layer, sample.tokens
+    sets = [(layer.experts, e, sample.weights[:, e]) for e in range(layer.config.num_experts)]
+    if layer.shared is not None:
+        sets.append((layer.shared, 0, torch.ones(len(tokens))))
+    units, importance = [], []
+    for experts, e, gates in sets:
+        expert = {name: p[e] for name, p in experts.named_parameters()}
+        hidden = F.gelu(F.linear(tokens, expert["w1"], expert["b1"]))
+        squares = (gates[:, None] * hidden).square().sum(0)
+        importance.append(squares * expert["w2"].square().sum(1))
+        units.append((expert["w1"], expert["b1"], gates.mean() * expert["w2"]))
+    chosen = torch.cat(importance).topk(hidden_dim).indices.sort().values
+    w1, b1, w2 = [torch.cat(column)[chosen] for column in zip(*units, strict=True)]
+    return {"w1": w1, "b1": b1, "w2": w2, "b2": tokens.new_zeros(tokens.shape[1])}
+
+
+def _mean(sample: Sample) -> dict[str, Tensor]:
+    """The mean of the experts, matched to the one with the highest load and weighted by load."""
+    loads = (sample.weights > 0).sum(0).double()
+    experts = dict(sample.layer.experts.named_parameters())
+    first = {name: p[int(loads.argmax())] for name, p in experts.items()}
+    mean = {name: torch.zeros_like(p) for name, p in first.items()}
+    mean["b2"] = sample.tokens.new_zeros(sample.tokens.shape[1])  # also without output_bias
+    for e, share in enumerate(loads / loads.sum()):
+        expert = matched({name: p[e] for name, p in experts.items()}, first)
+        for name, p in expert.items():
+            mean[name].add_(p, alpha=float(share))
+    gate = sample.weights.sum(1).mean()
+    return mean | {"w2": gate * mean["w2"], "b2": gate * mean["b2"]}
+
+
+def _regression(rows: Tensor, target: Tensor, start: Tensor, ridge: float) -> Tensor:
+    """The weight [D, M] with the least squares of `rows @ weight - target` [T, M] plus `ridge`
+    times those of its distance from the start, in float64.
+
+    `ridge` is in units of the mean square of a column of rows.
+    """
+    rows64, start64 = rows.double(), start.double()
+    gram = rows64.T @ rows64
+    gram.diagonal().add_(ridge * gram.diagonal().mean() + 1e-12)
+    moved = torch.linalg.solve(gram, rows64.T @ (target.double() - rows64 @ start64))
+    return (start64 + moved).to(start.dtype)

@@ -1,0 +1,217 @@
+"""`swinv2-moe compress`: which experts stay, how much the output changes, and the new run."""
+
+import json
+
+import pytest
+import torch
+from tool_cases import assert_one_line, command
+
+from moe_core import MoEConfig, MoELayer, moe_layers
+from swinv2_moe.config import config_from_text, load_config, model_config
+from swinv2_moe.convert.fewer_experts import Sample, dense_ffn, fewer_experts, matched
+from swinv2_moe.measure.run_record import read_run
+from swinv2_moe.models import build_model
+from swinv2_moe.train.checkpoint import open_newest, write_weights
+from swinv2_moe.train.deployed import open_deployed
+
+DIM, HIDDEN = 12, 20
+CONFIGS = {
+    "linear": {"normalize_gates": False},
+    "cosine": {"router": "cosine", "top_k": 2},
+    "sigmoid": {"gate_activation": "sigmoid", "top_k": 2, "normalize_gates": False},
+    "bias": {"balance": "bias", "num_shared_experts": 1},
+    "gated": {"gated": True, "top_k": 2, "output_bias": False},
+}
+FINE = ["MODEL.MOE.HIDDEN_RATIO", "0.25", "MODEL.MOE.TOP_K", "4", "MODEL.MOE.NUM_EXPERTS", "12"]
+SMALL = ["MODEL.SWINV2.EMBED_DIM", "16", "MODEL.SWINV2.DEPTHS", "[1,1,1]", "DEVICE", "cpu"]
+SMALL += ["MODEL.MOE.BLOCKS", "[[],[0],[0]]", "MODEL.MOE.NUM_EXPERTS", "4"]
+
+
+def random_layer(**config) -> MoELayer:
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(DIM, HIDDEN, 6, **config)).eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5)
+        if layer.balance is not None:
+            layer.balance.bias.copy_(torch.randn(6) * 0.2)
+    return layer
+
+
+def smaller(layer: MoELayer, num_experts: int, tensors: dict) -> MoELayer:
+    config = vars(layer.config) | {"num_experts": num_experts}
+    result = MoELayer(MoEConfig(**config)).eval()
+    result.load_state_dict(tensors)
+    return result
+
+
+def tokens(seed: int, count: int = 600) -> torch.Tensor:
+    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_sample_computes_what_the_layer_computes(name):
+    layer, x = random_layer(**CONFIGS[name]), tokens(1)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        if layer.shared is not None:
+            expected = expected - layer.shared(x)
+        torch.testing.assert_close(Sample(layer, x).target, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_change_is_that_of_the_new_layer(name):
+    """Half of the experts, on tokens that the command has not seen."""
+    layer, x = random_layer(**CONFIGS[name]), tokens(2)
+    result = fewer_experts(layer, tokens(1, 1200), 3)
+    with torch.no_grad():
+        old, new = layer(x)[0], smaller(layer, 3, result.tensors)(x)[0]
+        if layer.shared is not None:
+            old, new = old - layer.shared(x), new - layer.shared(x)
+    change = float((old - new).square().sum() / old.square().sum())
+    assert 0.05 < result.change < 0.9
+    assert change == pytest.approx(result.change, rel=0.25)
+
+
+def test_an_expert_without_tokens_and_a_copy_are_removed_first():
+    layer, x = random_layer(gate_activation="sigmoid", normalize_gates=False), tokens(1)
+    with torch.no_grad():
+        router, experts = layer.router.weight, layer.experts
+        x[:, 0] = 3.0
+        router[4], router[2] = 0.0, router[1]  # 4: its logit is the lowest of most tokens
+        router[4, 0] = -9.0
+        order = torch.randperm(HIDDEN)
+        for name, p in experts.named_parameters():
+            p[2] = p[1] if name == "b2" else p[1][order]
+    result = fewer_experts(layer, x, 4)
+    assert result.change < 1e-9
+    assert "4" not in result.how.split("stay")[0]
+    with torch.no_grad():
+        found = smaller(layer, 4, result.tensors)(x)[0]
+        torch.testing.assert_close(found, layer(x)[0], rtol=1e-3, atol=1e-3)
+
+
+def test_matched_experts_have_equal_hidden_units():
+    expert = {name: p[0].detach() for name, p in random_layer().experts.named_parameters()}
+    order = torch.randperm(HIDDEN)
+    shuffled = {name: p if name == "b2" else p[order] for name, p in expert.items()}
+    found = matched(shuffled, expert)
+    assert all(torch.equal(found[name], p) for name, p in expert.items())
+
+
+def test_equal_experts_become_their_dense_ffn():
+    """Also in another order of their hidden units, and with a gate value of 1."""
+    layer = random_layer(top_k=2)
+    with torch.no_grad():
+        for e in range(1, 6):
+            order = torch.randperm(HIDDEN)
+            for name, p in layer.experts.named_parameters():
+                p[e] = p[0] if name == "b2" else p[0][order]
+    result = dense_ffn(layer, tokens(1), HIDDEN)
+    assert result.change < 1e-9
+    assert result.how == "load-weighted mean of the experts"
+    weight = result.tensors["fc2.weight"].T
+    first = dict(layer.experts.named_parameters())
+    known = {"w1": result.tensors["fc1.weight"], "b1": result.tensors["fc1.bias"], "w2": weight}
+    for name, p in matched(known, {name: p[0].detach() for name, p in first.items()}).items():
+        torch.testing.assert_close(p, first[name][0], rtol=1e-3, atol=1e-3)
+
+
+def test_small_experts_give_their_best_units():
+    """Units without effect are not chosen; with all others the output is the same."""
+    layer = random_layer(top_k=6)  # a token has all experts, with gate values that do not vary
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.experts.w2[:, HIDDEN // 2 :] = 0
+    result = dense_ffn(layer, tokens(1, 2000), 6 * HIDDEN // 2)
+    assert result.change < 1e-4
+    used = layer.experts.w1[:, : HIDDEN // 2].flatten(0, 1)
+    assert torch.equal(result.tensors["fc1.weight"], used)
+
+
+# --- the command
+
+
+@pytest.fixture
+def compress(monkeypatch, capsys):
+    return command("compress", monkeypatch, capsys)
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """`make_run("KEY", "VALUE", ...)`: a run of the digits with random weights, of step 7."""
+
+    def make(*opts: str):
+        run = tmp_path / "run"
+        config = load_config("quickstart_digits", [*SMALL, *opts], output=str(run))
+        torch.manual_seed(0)
+        model = build_model(model_config(config), 10)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+        names = [str(digit) for digit in range(10)]
+        tensors = model.state_dict()
+        checkpoint = run / "checkpoints" / "step-00000007"
+        write_weights(checkpoint, model, tensors, config.dump(), names, 7)
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize("size", ["--experts 2", "--dense"])
+@pytest.mark.parametrize("opts", [[], FINE, ["MODEL.TYPE", "swin_moe"]], ids=["", "fine", "pre"])
+def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path, size, opts):
+    if opts == FINE and size == "--experts 2":
+        size = "--experts 6"
+    run, output = make_run(*opts), tmp_path / "new"
+    finished = compress(run, size, "--images 48 --output", output)
+    assert (finished.status, finished.err) == (0, ""), finished
+    assert "next: " in finished.out
+    source = open_newest(output)
+    num_experts = 0 if size == "--dense" else int(size.split()[1])
+    text = (output / "config.yaml").read_text()
+    assert num_experts == config_from_text(text, "new").MODEL.MOE.NUM_EXPERTS
+    assert source.meta["config"] == text
+    assert (source.meta["step"], source.meta["class_names"][3]) == (7, "3")
+    with open_deployed(str(output)) as deployed:
+        model = deployed.model(10)
+        assert {layer.config.num_experts for layer in moe_layers(model).values()} <= {num_experts}
+    (line,) = (output / "metrics.jsonl").read_text().splitlines()
+    assert f"-> {json.loads(line)['loss']:.3f}" in finished.out
+    assert read_run(output).steps[0]["step"] == 7
+
+
+def test_bad_input_is_one_line(compress, make_run, tmp_path, monkeypatch):
+    run, output = make_run("MODEL.MOE.TOP_K", "2"), tmp_path / "new"
+
+    def refused(says: str, *words: object, source=run) -> None:
+        assert_one_line(compress(source, "--images 8 --output", output, *words), says)
+        assert not output.exists()
+
+    refused("--experts 4: must be below the run's number of experts (4)", "--experts 4")
+    refused("--experts 1: must be at least MODEL.MOE.TOP_K (2)", "--experts 1")
+    refused("--experts is 0, it must be at least 1", "--experts 0")
+    refused("--images is 0", "--experts 2 --images 0")
+    refused("RUN nowhere: no such directory", "--dense", source="nowhere")
+    output.mkdir()
+    assert_one_line(compress(run, "--dense --output", output), "already exists")
+    output.rmdir()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("WORLD_SIZE is 2", "--dense")
+
+
+@pytest.mark.parametrize(
+    ("opts", "words", "says"),
+    [
+        (["MODEL.MOE.NUM_EXPERTS", "0"], "--dense", "a dense model, it has no experts"),
+        (["MODEL.MOE.ROUTER", "soft"], "--dense", "MODEL.MOE.ROUTER is 'soft'"),
+        (["MODEL.MOE.GATED", "true"], "--dense", "MODEL.MOE.GATED True"),
+        (["MODEL.MOE.ACTIVATION", "relu"], "--dense", "MODEL.MOE.ACTIVATION is 'relu'"),
+    ],
+)
+def test_a_run_that_cannot_be_compressed_is_one_line(
+    compress, make_run, tmp_path, opts, words, says
+):
+    output = tmp_path / "new"
+    assert_one_line(compress(make_run(*opts), words, "--output", output), says)
+    assert not output.exists()
