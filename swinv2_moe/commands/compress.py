@@ -1,10 +1,11 @@
 """Write a run with fewer experts, or a dense one, from a run with experts.
 
     swinv2-moe compress output/mine --experts 4 --output output/mine4
-    swinv2-moe compress output/mine --dense --output output/mine_dense
+    swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 5
 
 Experts are removed and merged by what a sample of the training images shows of them. The new run is
-read by every command that reads a run.
+read by every command that reads a run. With --epochs it then learns from the original, and the run
+DIR_distilled is the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swinv2_moe.commands.call import next_line
+from swinv2_moe.commands.call import next_line, run_tool
 from swinv2_moe.commands.options import CommandParser, add_checkpoint_arguments, check_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_data, check_run
@@ -22,6 +23,8 @@ from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.convert.compress import Result
+
+EPOCHS = 5  # of the distillation whose command is printed
 
 
 def parse() -> argparse.Namespace:
@@ -33,10 +36,18 @@ def parse() -> argparse.Namespace:
         "--dense", action="store_true", help="a dense FFN in place of the experts of each layer"
     )
     parser.add_setting("--images", 512, "training images of the sample, evenly spaced", "N")
+    parser.add_setting("--epochs", 0, "epochs of the distillation; 0: print its command", "N")
     args = parser.parse_args()
+    if args.epochs < 0:
+        raise UserError(f"--epochs is {args.epochs}, it must not be negative")
     if not args.dense and args.experts < 1:
         raise UserError(f"--experts is {args.experts}, it must be at least 1")
     return args
+
+
+def distilled_run(output: Path) -> Path:
+    """The directory of the distillation of a compressed run."""
+    return output.with_name(f"{output.name}_distilled")
 
 
 def show(result: Result) -> None:
@@ -60,10 +71,13 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
-    from swinv2_moe.convert.compress import compress
+    from swinv2_moe.config import as_opts
+    from swinv2_moe.convert.compress import compress, distillation_keys
     from swinv2_moe.train.checkpoint import select_checkpoint
 
     output = Path(args.output)
+    if args.epochs and distilled_run(output).exists():
+        raise UserError(f"--output {output}: {distilled_run(output)} already exists")
     resume, selected = select_checkpoint(args.resume, args.checkpoint)
     result = compress(
         resume, output, args.experts or 0, args.data, args.dataset, args.opts, args.images
@@ -71,4 +85,13 @@ def main() -> None:
     if selected:
         say(selected)
     show(result)
-    say(f"next: {next_line('evaluate', output)}")
+    keys = distillation_keys(result.config, output, resume, args.epochs or EPOCHS)
+    words = ["--cfg", output / "config.yaml", "--output", distilled_run(output)]
+    words += ["--opts", *as_opts(keys)]
+    if args.epochs:
+        run_tool("train", *words)
+    else:
+        say(
+            f"next: {next_line('evaluate', output)}",
+            f"or a short training with the original as the teacher: {next_line('train', *words)}",
+        )

@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 class Result:
     """What `compress` has written."""
 
-    checkpoint: Path  # the one that was read
+    config: CfgNode  # of the new run
     layers: dict[str, Compressed]
     before: Measured
     after: Measured
@@ -100,7 +100,30 @@ def compress(
         load_strict(smaller, _tensors(model, layers), f"checkpoint {deployed.source.directory}")
         before, after = sample.measure(model), sample.measure(smaller)
         _write(output, config, deployed, smaller, after)
-    return Result(deployed.source.directory, layers, before, after, len(sample))
+    return Result(config, layers, before, after, len(sample))
+
+
+def distillation_keys(config: CfgNode, run: Path, teacher: str, epochs: int) -> dict[str, object]:
+    """The keys with which a compressed run learns from its original: the training goes on at a
+    tenth of the learning rate, without warm-up and without mixed pictures.
+
+    Args:
+        config: of the compressed run, in the directory `run`.
+        teacher: the original run or checkpoint.
+    """
+    train = config.TRAIN
+    rate = train.BASE_LR / 10
+    return {
+        "MODEL.PRETRAINED": run,
+        "TRAIN.DISTILL.TEACHER": teacher,
+        "TRAIN.EPOCHS": epochs,
+        "TRAIN.MAX_STEPS": 0,
+        "TRAIN.WARMUP_EPOCHS": 0,
+        "TRAIN.BASE_LR": rate,
+        "TRAIN.MIN_LR": min(train.MIN_LR, rate),
+        "AUG.MIXUP": 0,
+        "AUG.CUTMIX": 0,
+    }
 
 
 def _check_alone(images: int) -> None:
@@ -162,9 +185,9 @@ class _Images:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and targets of each batch, without padding and unreadable images."""
-        for images, targets, _ in evaluation_loader(self.deployed.data, self.source):
-            counted = targets != IGNORE
-            yield images[counted], targets[counted]
+        for batch in evaluation_loader(self.deployed.data, self.source):
+            counted = batch.targets != IGNORE
+            yield batch.images[counted], batch.targets[counted]
 
     @torch.no_grad()
     def measure(self, model: MoEModel) -> Measured:

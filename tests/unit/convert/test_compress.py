@@ -1,6 +1,8 @@
 """`swinv2-moe compress`: which experts stay, how much the output changes, and the new run."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +183,24 @@ def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path,
     assert read_run(output).steps[0]["step"] == 7
 
 
+def test_the_printed_command_distils_the_original(
+    compress, make_run, tmp_path, monkeypatch, capsys
+):
+    run, output = make_run("AUG.MIXUP", "0.8", "TRAIN.MIN_LR", "1e-2"), tmp_path / "new"
+    words = shlex.split(compress(run, "--dense --output", output).out.splitlines()[-1])
+    arguments = words[words.index("--cfg") :]
+    assert words[words.index("--cfg") - 1].removesuffix(".py").endswith("train")
+    train = command("train", monkeypatch, capsys)
+    quick = ["TRAIN.MAX_STEPS", "2", "TRAIN.DISTILL.CACHE", tmp_path / "cache"]
+    finished = train(*map(Path, arguments), *quick)
+    assert finished.status == 0, finished
+    distilled = read_run(tmp_path / "new_distilled")
+    assert distilled.steps[-1]["teacher_loss"] > 0
+    assert str(run) == distilled.config.TRAIN.DISTILL.TEACHER
+    assert str(output) == distilled.config.MODEL.PRETRAINED
+    assert distilled.config.TRAIN.MIN_LR <= distilled.config.TRAIN.BASE_LR == 1.6e-3
+
+
 def test_bad_input_is_one_line(compress, make_run, tmp_path, monkeypatch):
     run, output = make_run("MODEL.MOE.TOP_K", "2"), tmp_path / "new"
 
@@ -191,6 +211,7 @@ def test_bad_input_is_one_line(compress, make_run, tmp_path, monkeypatch):
     refused("--experts 4: must be below the run's number of experts (4)", "--experts 4")
     refused("--experts 1: must be at least MODEL.MOE.TOP_K (2)", "--experts 1")
     refused("--experts is 0, it must be at least 1", "--experts 0")
+    refused("--epochs is -1", "--experts 2 --epochs -1")
     refused("--images is 0", "--experts 2 --images 0")
     refused("RUN nowhere: no such directory", "--dense", source="nowhere")
     output.mkdir()
