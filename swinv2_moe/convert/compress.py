@@ -25,7 +25,7 @@ from swinv2_moe.models import MoEModel, block_name, build_model, load_strict
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.checkpoint import write_weights
 from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.routing import sample_tokens, spread
+from swinv2_moe.train.routing import evenly_spaced, sample_tokens
 
 TOKENS = 4096  # of each layer
 # Keys about the start of the original training and its ranks, with the values of a new run.
@@ -178,7 +178,7 @@ class _Images:
     def __init__(self, deployed: Deployed, count: int) -> None:
         sources, _ = deployed.aligned(load_sources(deployed.data))
         self.deployed = deployed
-        self.source = Subset(sources.train, spread(len(sources.train), count))
+        self.source = Subset(sources.train, evenly_spaced(len(sources.train), count))
 
     def __len__(self) -> int:
         return len(self.source)
