@@ -64,7 +64,7 @@ def load(
     """A trained model that predicts the classes of pictures.
 
     Args:
-        run: a run directory or a checkpoint.
+        run: a run directory, a checkpoint, or "tiny", the model of this package.
         device: "auto", "cpu" or "cuda".
         opts: KEY VALUE pairs that override the checkpoint's configuration.
         checkpoint: the checkpoint of a run: "best", "latest" or the number of a step.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import other_runs
-from swinv2_moe.models.bundled import PREFIX, bundled_file
+from swinv2_moe.models.bundled import PREFIX, bundled_file, located
 
 if TYPE_CHECKING:
     from yacs.config import CfgNode
@@ -36,6 +36,8 @@ def check_run(run: str, option: str = "--resume") -> None:
     """
     if not any(word.startswith(option) for word in sys.argv):
         option = "RUN"
+    if located(run) != run:
+        return
     path = Path(run)
     if not _is_alone():
         return

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import config_from_text, model_config
+from swinv2_moe.config import config_from_text, data_config, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -24,25 +23,22 @@ from swinv2_moe.convert.files import (
     read_states,
     write_files,
 )
-from swinv2_moe.convert.hub import export_hub
+from swinv2_moe.convert.hub import export_hub, timm_preprocessing
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import parse_json
-from swinv2_moe.forms import COUNT, TEXT, list_of
-from swinv2_moe.models import MoEModel, build_model, load_dense
+from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import model_class
 from swinv2_moe.models.section import ModelConfig, trunk_group
 from swinv2_moe.models.weight_files import as_int8, read_weights
 from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import (
+    SINGLE_FORMAT,
     count_classes,
+    open_file,
     open_newest,
     read_weights_of,
     write_weights,
 )
-
-# A single file's metadata: format (this), step, config (YAML), class_names (JSON)
-SINGLE_FORMAT = "swinv2-moe single file 1"
 
 
 def _as_bfloat16(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,7 +151,8 @@ def export_weights(
     source = open_newest(checkpoint)
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
-    model = _meta_model(section, count_classes(source, section))
+    num_classes = count_classes(source, section)
+    model = _meta_model(section, num_classes)
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":
             raise UserError(
@@ -166,8 +163,10 @@ def export_weights(
             "format": SINGLE_FORMAT,
             "step": str(source.meta["step"]),
             "config": config.dump(),
+            "class_names": json.dumps(source.meta["class_names"]),
+            "model_args": json.dumps(model_arguments(section, num_classes)),
+            "data_config": json.dumps(timm_preprocessing(data_config(config))),
         }
-        metadata["class_names"] = json.dumps(source.meta["class_names"])
         write_files([(output, DTYPES[dtype](read_weights_of(source, model)))], metadata)
         return [output]
     layouts.check_layout(kind, section)
@@ -240,21 +239,10 @@ def _contents(
 
 def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int]:
     """Read a file of `export single`: tensors, configuration, class names, step."""
-    if file.suffix != ".safetensors":
-        raise UserError(f"{file}: a single file is a .safetensors file")
-    tensors = read_weights(file)
-    with safe_open(file, "pt") as content:
-        metadata = content.metadata() or {}
-    if metadata.get("format") != SINGLE_FORMAT:
-        raise UserError(f"{file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}")
-    try:
-        class_names, step = parse_json(metadata["class_names"]), parse_json(metadata["step"])
-        list_of(TEXT)(class_names, "class_names")
-        COUNT(step, "step")
-        config = config_from_text(metadata["config"], str(file))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{file}: its metadata cannot be used ({error})") from error
-    return tensors, config, class_names, step
+    source = open_file(file)
+    meta = source.meta
+    config = config_from_text(meta["config"], str(file))
+    return read_weights(file), config, meta["class_names"], meta["step"]
 
 
 def _meta_model(config: ModelConfig, num_classes: int) -> MoEModel:

@@ -2,14 +2,19 @@
 
 Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant. The names of
 MODEL.TYPE, such as `swinv2_moe`, are for models of any size: the files of `export hub` use them.
+`swinv2_moe_bundled_tiny` is the model of this package, with weights.
 """
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.swin_transformer_v2 import checkpoint_filter_fn
 
+from swinv2_moe.errors import UserError
+from swinv2_moe.files import parse_json
+from swinv2_moe.models.bundled import bundled_file
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+from swinv2_moe.models.weight_files import read_metadata
 
 _PUBLISHED_BLOCKS = ((), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,))
 _SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24), "window_size": 12}
@@ -38,6 +43,7 @@ default_cfgs = generate_default_cfgs(
     {
         "swinv2_moe.untrained": _cfg(192, 1000, 6),
         "swin_moe.untrained": _cfg(192, 1000, 6),
+        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 200, 2),
         "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10, 2),
         "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000, 8),
         "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
@@ -73,6 +79,30 @@ def swin_moe(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
     """Swin-MoE of any size, as released (pre-norm); without arguments, the small size."""
     args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
     return _create(SwinTransformerMoE, "swin_moe", pretrained, args, kwargs)
+
+
+@register_model
+def swinv2_moe_bundled_tiny(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
+    """The model of this package, `bundled:tiny`. Its file says its size and its preprocessing.
+
+    Raises:
+        UserError: the file is not in this installation, or is damaged.
+    """
+    file = bundled_file("tiny")
+    metadata = read_metadata(file)
+    try:
+        args = parse_json(metadata["model_args"])
+        described = parse_json(metadata["data_config"])
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{file}: its metadata cannot be used ({error})") from error
+    for name, value in described.items():
+        if isinstance(value, list):  # JSON has no tuples
+            described[name] = tuple(value)
+    known = default_cfgs["swinv2_moe_bundled_tiny"].default.to_dict()
+    described |= {"file": str(file), "num_classes": args["num_classes"]}
+    args["pretrained_cfg"] = known | described
+    kwargs.pop("pretrained_cfg", None)
+    return _create(SwinTransformerV2MoE, "swinv2_moe_bundled_tiny", pretrained, args, kwargs)
 
 
 @register_model

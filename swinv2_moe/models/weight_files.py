@@ -105,6 +105,20 @@ def _without_scales(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def read_metadata(file: Path) -> dict[str, str]:
+    """The metadata of a .safetensors file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with _opened(file):
+        try:
+            with safe_open(file, "pt") as content:
+                return content.metadata() or {}
+        except SafetensorError as error:
+            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
 def read_class_names(file: Path) -> list[str]:
     """The class names in a file of `export single`; empty for other files.
 
@@ -113,12 +127,9 @@ def read_class_names(file: Path) -> list[str]:
     """
     if file.suffix != ".safetensors":
         return []
+    text = read_metadata(file).get("class_names", "[]")
     with _opened(file):
-        try:
-            with safe_open(file, "pt") as content:
-                names = parse_json((content.metadata() or {}).get("class_names", "[]"))
-        except SafetensorError as error:
-            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+        names = parse_json(text)
         list_of(TEXT)(names, "class_names")
     return names
 

@@ -31,7 +31,7 @@ def load_predictor(
     opts: Sequence[str] = (),
     name: str = "run",
 ) -> "Predictor":
-    """Load the model of a run or of a checkpoint.
+    """Load the model of a run, of a checkpoint or of this package.
 
     The model has no capacity limit. No token is dropped, so that a prediction does not depend on
     the other pictures of its batch. Where experts choose tokens, each picture is a batch of its

@@ -28,15 +28,21 @@ from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import publish_directory
+from swinv2_moe.files import parse_json, publish_directory
+from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.build import model_class
+from swinv2_moe.models.bundled import is_bundled, located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
-from swinv2_moe.models.weights import check_finite, compare
+from swinv2_moe.models.weight_files import read_metadata, read_weights
+from swinv2_moe.models.weights import check_finite, compare, rank_experts
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
 
+# A single file's metadata: format (this), step, config (YAML), class_names (JSON); for timm also
+# model_args and data_config (JSON)
+SINGLE_FORMAT = "swinv2-moe single file 1"
 # A function that changes the tensors of a checkpoint before they are compared with the model's.
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -140,6 +146,8 @@ def find_checkpoint(
     if resume != "auto":
         path = Path(resume)
         is_run = (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
+        if world.agree(is_bundled(path)):
+            return world.everywhere(lambda: open_file(path))
         if not world.agree(is_run):
             return open_checkpoint(path, world, key, weights_only)
     if (path / "checkpoints").is_dir():
@@ -158,6 +166,28 @@ def find_checkpoint(
     if resume == "auto":
         return None
     raise UserError(f"{key} {resume}: holds no checkpoint (a directory with meta.json)")
+
+
+def open_file(file: Path) -> Checkpoint:
+    """A file of `convert-checkpoint export single` as a checkpoint that holds weights alone.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    if file.suffix != ".safetensors":
+        raise UserError(f"{file}: a single file is a .safetensors file")
+    metadata = read_metadata(file)
+    if metadata.get("format") != SINGLE_FORMAT:
+        raise UserError(f"{file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}")
+    try:
+        class_names, step = parse_json(metadata["class_names"]), parse_json(metadata["step"])
+        list_of(TEXT)(class_names, "class_names")
+        COUNT(step, "step")
+        config = metadata["config"]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{file}: its metadata cannot be used ({error})") from error
+    meta = {"step": step, "config": config, "class_names": class_names, "training": None}
+    return Checkpoint(file, meta | {"experts": {}, "files": {}})
 
 
 def open_newest(path: Path, key: str = "checkpoint") -> Checkpoint:
@@ -329,6 +359,9 @@ def read_tensors(
     Raises:
         UserError: files are missing or unreadable.
     """
+    if checkpoint.directory.is_file():
+        tensors = read_weights(checkpoint.directory)
+        return tensors | rank_experts(tensors, model)
     try:
         return load_tensors(checkpoint.directory / section, model, like)
     except (FileNotFoundError, ValueError) as error:
@@ -410,7 +443,10 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
     model = model_class(config.type)
     weight = f"{model.classifier}.weight"
     try:
-        with safe_open(checkpoint.directory / TRUNK, "pt") as trunk:
+        file = checkpoint.directory
+        if file.is_dir():
+            file = file / TRUNK
+        with safe_open(file, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()
     except SafetensorError as error:
         raise UserError(
@@ -444,7 +480,7 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     """Select the checkpoint of a run.
 
     Args:
-        run: a run, or a checkpoint, which is taken as it is.
+        run: a run; a checkpoint or a model of the package, which are taken as they are.
         which: "best" (highest validation accuracy; the newest if none is marked), "latest" or the
             number of a step.
 
@@ -458,6 +494,7 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     """
     if which not in ("best", "latest") and not which.isdecimal():
         raise UserError(f"--checkpoint {which}: must be best, latest or the number of a step")
+    run = located(run)
     root = Path(run)
     if (root / "checkpoints").is_dir():
         root = root / "checkpoints"

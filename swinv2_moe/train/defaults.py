@@ -246,7 +246,7 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
             bundled_file(name)
         except UserError as error:
             line = f"weights: random, so accuracy will be far lower ({error}"
-            return Weights("", {}, f"{line}, or to {_ONLINE} where there is a network)")
+            return Weights("", {}, f"{line}, online for example MODEL.PRETRAINED {_ONLINE})")
     if not name:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)

@@ -1,11 +1,15 @@
 """`train --data PICTURES` without --cfg, and `swinv2_moe.fit`: from a folder to a model that
 predicts, with the package's model as a stand-in, and what is printed on the way."""
 
+import re
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from tool_cases import command
 
 import swinv2_moe
 from swinv2_moe.config import config_from_text
@@ -106,6 +110,40 @@ def test_ranks_decide_alike(photos, start_ranks, stand_in, tmp_path):
     assert configuration(tmp_path / "two").DATA.BATCH_SIZE == 4
     assert outcomes[0].out.count("expected duration") == 1
     assert "expected duration" not in outcomes[1].out
+
+
+def test_the_model_of_the_package_by_name(photos, stand_in, monkeypatch, capsys):
+    """`load`, RUN of a command and timm give what the file was made from; without the file one line
+    says where it is missing."""
+    expected = swinv2_moe.load(str(stand_in / "run"), "cpu")
+    model = swinv2_moe.load("tiny", "cpu")
+    of_timm = timm.create_model("swinv2_moe_bundled_tiny", pretrained=True)
+    for name, tensor in expected.module.state_dict().items():
+        assert torch.equal(tensor, model.module.state_dict()[name]), name
+        assert torch.equal(tensor, of_timm.state_dict()[name]), name
+    assert model.class_names == expected.class_names
+    assert of_timm.pretrained_cfg["input_size"] == (3, 16, 16)
+    other = timm.create_model("swinv2_moe_bundled_tiny", pretrained=True, num_classes=3)
+    assert torch.equal(other.patch_embed.proj.weight, of_timm.patch_embed.proj.weight)
+    finished = command("predict", monkeypatch, capsys)("bundled:tiny", photos / "red" / "0.png")
+    assert finished.status == 0
+    monkeypatch.setattr(bundled, "DIRECTORY", photos)
+    missing = f"this installation has no {photos / 'tiny.safetensors'}"
+    with pytest.raises(UserError, match=re.escape(missing)):
+        swinv2_moe.load("tiny")
+    with pytest.raises(UserError, match=re.escape(missing)):
+        timm.create_model("swinv2_moe_bundled_tiny", pretrained=True)
+
+
+def test_half_the_bytes_in_bfloat16(stand_in, tmp_path):
+    small = tmp_path / "small.safetensors"
+    export_weights("single", stand_in / "run", small, dtype="bfloat16")
+    assert small.stat().st_size < 0.6 * (stand_in / "tiny.safetensors").stat().st_size
+    full, half = load_file(stand_in / "tiny.safetensors"), load_file(small)
+    for name, tensor in full.items():
+        assert torch.equal(half[name], tensor.bfloat16()), name
+    with pytest.raises(UserError, match="--dtype bfloat16: is for a single file, not for tutel"):
+        export_weights("tutel", stand_in / "run", tmp_path / "x.pth", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Models whose weights come with the package, by name: `bundled:tiny` in MODEL.PRETRAINED.
+"""Models whose weights come with the package, by name: `bundled:tiny` in MODEL.PRETRAINED and for
+RUN, and `swinv2_moe.load("tiny")`.
 
 `NAME.safetensors` in this folder is a file of `convert-checkpoint export single`, which also holds
 the configuration and the names of the classes; `NAME.md` is its model card. This module does not
@@ -12,6 +13,23 @@ from swinv2_moe.errors import UserError
 PREFIX = "bundled:"
 NAMES = ("tiny",)
 DIRECTORY = Path(__file__).parent
+
+
+def located(run: str) -> str:
+    """The file of a model of this package if `run` is its name, with or without `bundled:`, and no
+    path; otherwise `run`.
+
+    Raises:
+        UserError: as `bundled_file`.
+    """
+    if run.startswith(PREFIX) or (run in NAMES and not Path(run).exists()):
+        return str(bundled_file(run))
+    return run
+
+
+def is_bundled(path: Path) -> bool:
+    """Whether a path is that of a model of this package."""
+    return path.parent == DIRECTORY and path.stem in NAMES
 
 
 def bundled_file(name: str) -> Path:
@@ -30,7 +48,6 @@ def bundled_file(name: str) -> Path:
     file = DIRECTORY / f"{model}.safetensors"
     if not file.is_file():
         raise UserError(
-            f"{name}: this installation has no {file}; put the file there, or set MODEL.PRETRAINED"
-            " to its path"
+            f"{name}: this installation has no {file}; put the file there, or name other weights"
         )
     return file
