@@ -172,6 +172,11 @@ def look(data: str, given: Mapping[str, object]) -> Pictures:
     Raises:
         UserError: it is no data set of at least two classes, or pictures cannot be read.
     """
+    if given.get("DATA.DATASET", "folder") != "folder":
+        raise UserError(
+            f"DATA.DATASET is {given['DATA.DATASET']!r}: only a folder of pictures is trained on"
+            " without --cfg"
+        )
     path = os.path.expanduser(data)
     split = given.get("DATA.VAL_SPLIT", _val_split(path))
     settings = {"DATA.DATASET": "folder", "DATA.VAL_SPLIT": split}
@@ -283,7 +288,7 @@ def trained_config(name: str) -> CfgNode:
     if name.startswith(PREFIX):
         path = bundled_file(name)
     where = f"MODEL.PRETRAINED {name}"
-    if not path.exists():
+    if not path.exists() and not name.startswith("hf-hub:"):
         raise UserError(f"{where}: no such file or directory")
     try:
         text = _config_text(path)
@@ -302,8 +307,9 @@ def _config_text(path: Path) -> str | None:
         return read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
     for meta in (path / "meta.json", path / "checkpoints" / "latest" / "meta.json"):
         if meta.is_file():
-            text = read_json(meta, _MAX_META).get("config")
-            return text if isinstance(text, str) else None
+            content = read_json(meta, _MAX_META)
+            if isinstance(content, dict) and isinstance(content.get("config"), str):
+                return content["config"]
     return None
 
 
@@ -339,11 +345,8 @@ def _image_size(situation: Situation) -> tuple[object, str] | None:
     if "DATA.IMG_SIZE" not in values:
         return None  # from random weights: the configuration's
     size, side = int(situation.number("DATA.IMG_SIZE")), min(pictures.width, pictures.height)
-    larger, smaller = size * 3 // 2, size // 2
-    if larger <= min(side, 192) and _can_tile(larger, values, _window(situation, larger)):
-        return larger, f"half as much again as the weights' {size}, since the pictures are larger"
-    if side <= smaller and _can_tile(smaller, values, _window(situation, size)):
-        return smaller, f"half the weights' {size}, since the pictures are smaller"
+    if side <= size // 2 and _can_tile(size // 2, values, _window(situation, size)):
+        return size // 2, f"half the weights' {size}, since the pictures are smaller"
     return size, "as the weights"
 
 
@@ -414,13 +417,12 @@ RULES = (
     Rule("DATA.VAL_SPLIT", "0.2 where there is no folder for validation", _val_split_rule),
     Rule(
         "DATA.IMG_SIZE",
-        "that of the weights; 1.5 times as much, up to 192, if the pictures' short side has as many"
-        " pixels; half as much if it has no more",
+        "that of the weights; half as much if the pictures' short side has no more pixels",
         _image_size,
     ),
     Rule(
         "MODEL.SWINV2.WINDOW_SIZE",
-        "grows with `DATA.IMG_SIZE`, where windows then tile the image",
+        "that of the weights; grows with a larger `DATA.IMG_SIZE`, where windows then tile it",
         _window_size,
     ),
     Rule(

@@ -62,14 +62,13 @@ def test_a_folder_is_enough(photos, train_command):
     assert lines[1] == "weights: bundled:tiny (swinv2_moe, 4 experts, trained at 16 px)"
     first_epoch = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
     before = "\n".join(lines[:first_epoch])
-    for words in ("DATA.IMG_SIZE 24", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
+    for words in ("DATA.IMG_SIZE 16", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
         assert words in before, words
     commands = [line.removeprefix("next:").strip() for line in lines[-3:]]
     assert all("output/photos" in command for command in commands)
     config = configuration(Path("output/photos"))
     assert config.MODEL.PRETRAINED == "bundled:tiny"
-    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (24, 6)
-    assert config.MODEL.SWINV2.PRETRAINED_WINDOW_SIZES == [4, 4, 2]
+    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (16, 4)
     assert (config.DATA.BATCH_SIZE, config.TRAIN.EPOCHS) == (8, 2)
 
     again = train_command("--data", "photos")
@@ -82,8 +81,11 @@ def test_a_folder_is_enough(photos, train_command):
 
 
 def test_fit_returns_what_load_returns(photos, capsys):
-    model = swinv2_moe.fit("photos", "run", QUICK)
+    larger = [*QUICK, "DATA.IMG_SIZE", "24"]
+    model = swinv2_moe.fit("photos", "run", larger)
     assert "weights: bundled:tiny" in capsys.readouterr().out
+    swin = configuration(Path("run")).MODEL.SWINV2
+    assert (swin.WINDOW_SIZE, swin.PRETRAINED_WINDOW_SIZES) == (6, [4, 4, 2])
     assert model.class_names == ["blue", "red"]
     loaded = swinv2_moe.load("run", "cpu")
     for name, tensor in model.module.state_dict().items():

@@ -112,17 +112,17 @@ def test_epochs_follow_the_number_of_pictures():
 
 
 def test_the_image_follows_the_weights_and_the_pictures():
-    """Windows grow with the image, and an image that they cannot tile is not chosen."""
-    sizes = {side: ruled(photographs(side=side)) for side in (32, 33, 95, 96)}
-    assert [sizes[side]["DATA.IMG_SIZE"] for side in sizes] == [32, 64, 64, 96]
-    assert sizes[96]["MODEL.SWINV2.WINDOW_SIZE"] == 12
-    assert "MODEL.SWINV2.WINDOW_SIZE" not in sizes[95]
+    """Windows grow with an image that the user makes larger. A size or a window is not chosen if
+    windows would not tile the image."""
+    sizes = [ruled(photographs(side=side))["DATA.IMG_SIZE"] for side in (32, 33, 1000)]
+    assert sizes == [32, 64, 64]
+    assert "MODEL.SWINV2.WINDOW_SIZE" not in ruled(photographs())
     coarse = {"MODEL.SWINV2.PATCH_SIZE": 16, "MODEL.SWINV2.WINDOW_SIZE": 4}
-    assert ruled(photographs(), **coarse)["DATA.IMG_SIZE"] == 64
-    assert ruled(photographs(), **{"DATA.IMG_SIZE": 256})["DATA.IMG_SIZE"] == 256
-    given = ruled(photographs(), {"DATA.IMG_SIZE": 128})
-    assert "DATA.IMG_SIZE" not in given
-    assert given["MODEL.SWINV2.WINDOW_SIZE"] == 16
+    assert ruled(photographs(side=32), **coarse)["DATA.IMG_SIZE"] == 64
+    larger = ruled(photographs(), {"DATA.IMG_SIZE": 96})
+    assert "DATA.IMG_SIZE" not in larger
+    assert larger["MODEL.SWINV2.WINDOW_SIZE"] == 12
+    assert "MODEL.SWINV2.WINDOW_SIZE" not in ruled(photographs(), {"DATA.IMG_SIZE": 72})
 
 
 def test_the_largest_batch():
@@ -170,6 +170,10 @@ def test_pictures_without_class_folders(tmp_path):
     assert "move those of each class into a folder with its name" in message(tmp_path)
 
 
+def test_another_dataset_needs_a_configuration(tmp_path):
+    assert "without --cfg" in message(tmp_path, "DATA.DATASET", "shards")
+
+
 def test_no_such_folder_and_a_file(tmp_path):
     assert "no such directory" in message(tmp_path / "none")
     (tmp_path / "file").touch()
@@ -182,6 +186,7 @@ def test_no_such_folder_and_a_file(tmp_path):
         ("none.safetensors", "no such file"),
         ("weights.pth", "does not say what its model is"),
         ("broken.safetensors", "cannot be read"),
+        ("hf-hub:someone/model", "does not say what its model is; name a configuration by --cfg"),
         ("bundled:huge", "no such model"),
         ("bundled:tiny", "has no .*tiny.safetensors; put the file there"),
         ("timm:swinv2_nowhere", "has no such model"),

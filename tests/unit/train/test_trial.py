@@ -67,6 +67,22 @@ def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     assert not any("BATCH_SIZE" in line for line in lines)
 
 
+class WithSmallerRank(World):
+    """The first of two ranks; the memory of the other one is full with four pictures."""
+
+    def gather(self, value: object) -> list:
+        return [value, 2 if isinstance(value, int) else value]
+
+    def everywhere(self, load):
+        return load()
+
+
+def test_the_rank_with_the_least_memory_decides(make_config, tmp_path):
+    settled, lines = settle(make_config(tmp_path), 16, WithSmallerRank(0, 2, torch.device("cpu")))
+    assert settled.DATA.BATCH_SIZE == 2
+    assert "  DATA.BATCH_SIZE 2: twice as many pictures might not fit into memory" in lines
+
+
 def test_too_little_memory_for_one_picture(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "free_memory", lambda device: 1000)
     monkeypatch.setattr(trial, "peak_memory", lambda device: 2**50)
