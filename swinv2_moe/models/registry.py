@@ -14,7 +14,7 @@ from swinv2_moe.files import parse_json
 from swinv2_moe.models.bundled import bundled_file
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
-from swinv2_moe.models.weight_files import read_metadata
+from swinv2_moe.models.weight_files import read_metadata, read_weights
 
 _PUBLISHED_BLOCKS = ((), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,))
 _SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24), "window_size": 12}
@@ -99,10 +99,14 @@ def swinv2_moe_bundled_tiny(pretrained: bool = False, **kwargs) -> SwinTransform
         if isinstance(value, list):  # JSON has no tuples
             described[name] = tuple(value)
     known = default_cfgs["swinv2_moe_bundled_tiny"].default.to_dict()
-    described |= {"file": str(file), "num_classes": args["num_classes"]}
+    described["num_classes"] = args["num_classes"]
+    if pretrained:  # not timm's reading of the file: its weights may be int8
+        described["state_dict"] = read_weights(file)
     args["pretrained_cfg"] = known | described
     kwargs.pop("pretrained_cfg", None)
-    return _create(SwinTransformerV2MoE, "swinv2_moe_bundled_tiny", pretrained, args, kwargs)
+    model = _create(SwinTransformerV2MoE, "swinv2_moe_bundled_tiny", pretrained, args, kwargs)
+    model.pretrained_cfg["state_dict"] = None
+    return model
 
 
 @register_model
