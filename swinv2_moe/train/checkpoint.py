@@ -147,7 +147,7 @@ def find_checkpoint(
         path = Path(resume)
         is_run = (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
         if world.agree(is_bundled(path)):
-            return world.everywhere(lambda: open_file(path))
+            return world.on_every_rank(lambda: open_file(path))
         if not world.agree(is_run):
             return open_checkpoint(path, world, key, weights_only)
     if (path / "checkpoints").is_dir():

@@ -73,7 +73,7 @@ class WithSmallerRank(World):
     def gather(self, value: object) -> list:
         return [value, 2 if isinstance(value, int) else value]
 
-    def everywhere(self, load):
+    def on_every_rank(self, load):
         return load()
 
 
