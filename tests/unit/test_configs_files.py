@@ -41,7 +41,7 @@ def load(file: Path, *opts: str):
 def test_every_file_loads_and_says_how_to_run_it(file):
     load(file)
     head = file.read_text().split("\nBASE")[0].split("\nDATA")[0]
-    assert f"--cfg {file.relative_to(CONFIGS.parent)}" in head
+    assert f"--cfg {file.relative_to(CONFIGS).with_suffix('')} " in head
 
 
 @pytest.mark.parametrize("file", PLANS, ids=lambda file: file.stem)
