@@ -62,13 +62,14 @@ def expert_ffn(
 
     Raises:
         ValueError: the shapes or dtypes of the weights do not match each other, the rows or the
-            offsets; or the activation is unknown.
+            offsets; the activation is unknown; or packed weights cannot be used here.
     """
     if isinstance(weights, Int8Weights):
         return int8_ffn(rows, weights, offsets, activation, kernels)
     weights.check(activation, rows.shape[1], len(offsets))
     form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
     if in_transform(rows) or form == "ffn.reference":
+        _check_unpacked(weights, f"rows in {rows.dtype}, other kernels, transforms")
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     order = torch.arange(rows.shape[0], device=rows.device)
     plan = DispatchPlan(order, offsets, order.unsqueeze(1), None, offsets)
@@ -130,6 +131,9 @@ def _fused(
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
         casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
+    keep_hidden = _needs_gradients(tokens, gates, *weights)
+    if keep_hidden:
+        _check_unpacked(weights, "gradients")
     seed = None
     if dropout > 0:
         seed = dropout_seed(tokens)
@@ -145,11 +149,17 @@ def _fused(
         seed=seed,
         activation=activation,
         dropout=dropout,
-        keep_hidden=_needs_gradients(tokens, gates, *weights),
+        keep_hidden=keep_hidden,
         kernels=kernels,
         form=form,
     )
     return _moe_ffn(*inputs)[0]
+
+
+def _check_unpacked(weights: ExpertWeights, purpose: str) -> None:
+    """Raise ValueError if weights are packed, in which form they are not numbers."""
+    if not weights.w1.dtype.is_floating_point:
+        raise ValueError(f"weights packed as {weights.w1.dtype} are not for {purpose}")
 
 
 def _matrices(

@@ -223,6 +223,29 @@ def test_packed_weights_drop_out_what_the_weights_do(kernels):
     assert (outcomes[0] - plain).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("kernels", SETS[:1])
+def test_packed_weights_are_refused_where_they_would_be_read_as_numbers(kernels):
+    rows, weights, ends, _ = ffn_inputs([5, 2], 32, 64, FP32)
+    packed = pack_weights(weights, rows.dtype, "silu", kernels)
+
+    def call(x, kernels=kernels):
+        return expert_ffn(x, packed, ends, "silu", 0.0, kernels)
+
+    assert call(rows).isfinite().all()
+    for of_gradients in (rows.clone().requires_grad_(), packed.b1.requires_grad_()):
+        with pytest.raises(ValueError, match=r"packed as torch.int32 are not for gradients"):
+            call(rows if of_gradients is packed.b1 else of_gradients)
+    with torch.no_grad():
+        call(rows)
+        for wrong in (
+            lambda: call(rows.double()),
+            lambda: call(rows, "torch"),
+            lambda: torch.func.vmap(call)(rows[None]),
+        ):
+            with pytest.raises(ValueError, match=r"packed as torch.int32 are not for rows in"):
+                wrong()
+
+
 def test_what_is_not_packed():
     _, weights, _, _ = ffn_inputs([1], 32, 64, FP32, bias=False, gated=False)
     assert pack_weights(weights, torch.float64, "gelu") is None
