@@ -3,6 +3,7 @@
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_long, c_void_p
 
 import torch
@@ -202,8 +203,16 @@ def _has_gaps(weight: Tensor) -> bool:
 def _readable(weight: Tensor | None) -> Tensor | None:
     """A weight in a layout that C++ reads: as it is, or transposed."""
     if weight is not None and _has_gaps(weight):
-        return weight.contiguous()
+        return _in_memory_order(weight, Tensor.contiguous)
     return weight
+
+
+def _in_memory_order(weight: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy of a weight with the order of its dims in memory: another would take several times as
+    long."""
+    if weight.dim() == 3 and weight.stride(1) < weight.stride(2):
+        return copy(weight.mT).mT
+    return copy(weight)
 
 
 def _with_used_experts(inputs: MoEFFNInputs, unused: list[int]) -> MoEFFNInputs:
@@ -211,7 +220,11 @@ def _with_used_experts(inputs: MoEFFNInputs, unused: list[int]) -> MoEFFNInputs:
     used = torch.tensor(sorted(set(range(len(inputs.offsets))) - set(unused)))
     if len(used) == 0:
         return inputs
-    weights = inputs.weights.map(lambda tensor: tensor[used])
+
+    def select(tensor: Tensor) -> Tensor:
+        return _in_memory_order(tensor, lambda memory: memory[used])
+
+    weights = inputs.weights.map(select)
     return inputs._replace(**weights._asdict(), offsets=inputs.offsets[used])
 
 

@@ -32,10 +32,11 @@ inline long most_rows(const Problem& p) { return std::clamp(in_sixteens(kept_row
 inline long most_units(const Problem& p) {
   return std::min(std::max(32L, (128L << 10) / p.model_dim / 32 * 32), p.hidden_dim);
 }
-// Shares of an expert's hidden units. Several where few experts have rows, so that threads have work.
+// Shares of an expert's hidden units. Several where few experts have rows, so that threads have work: more of few rows,
+// which ranges of tokens would divide into parts too small for packing the weights.
 inline long shares_of(const Problem& p) {
-  const long busy = std::clamp(kept_rows(p), 1L, p.num_experts);
-  return std::clamp((15 + busy) / busy, 1L, p.hidden_dim / most_units(p));
+  const long busy = std::clamp(kept_rows(p), 1L, p.num_experts), wanted = kept_rows(p) < 512 * busy ? 16 : 8;
+  return std::clamp((wanted - 1 + busy) / busy, 1L, p.hidden_dim / most_units(p));
 }
 inline long first_unit(const Problem& p, long share, long shares) {
   return share == shares ? p.hidden_dim : share * p.hidden_dim / shares / 32 * 32;
