@@ -24,6 +24,7 @@ from moe_core.ops import (
     expert_ffn,
     moe_ffn,
     pack_weights,
+    prefers_unpacked,
     product_dtype,
     quantize_weights,
 )
@@ -246,6 +247,8 @@ class Experts(nn.Module):
         config = self.config
         if weights is not None:
             used = weights()
+        elif self._prefers_parameters(x, plan):
+            used = self.parameters_by_field
         else:
             used = self.weights(x.dtype)
         dropout = 0.0
@@ -259,6 +262,14 @@ class Experts(nn.Module):
         if isinstance(used, ExpertWeights) and used.w1 is self.w1:
             casts = self._casts
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
+
+    def _prefers_parameters(self, x: Tensor, plan: DispatchPlan | None) -> bool:
+        """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
+        config = self.config
+        if plan is None or config.int8_inference:
+            return False
+        kernel = (config.activation, config.kernels)
+        return prefers_unpacked(x, self.parameters_by_field, plan, *kernel)
 
 
 class SharedExperts(Experts):

@@ -13,6 +13,7 @@ from moe_core.ops.ffn.op import (
     expert_ffn,
     moe_ffn,
     pack_weights,
+    prefers_unpacked,
     product_dtype,
 )
 from moe_core.ops.int8_ffn.inputs import Int8Weights
@@ -44,6 +45,7 @@ __all__ = [
     "make_plan",
     "moe_ffn",
     "pack_weights",
+    "prefers_unpacked",
     "product_dtype",
     "quantize_weights",
     "release_buffers",

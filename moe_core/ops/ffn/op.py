@@ -116,6 +116,24 @@ def moe_ffn(
     return combine(rows, gates, plan, kernels)
 
 
+def prefers_unpacked(
+    tokens: Tensor,
+    weights: ExpertWeights,
+    plan: DispatchPlan,
+    activation: str,
+    kernels: str = "auto",
+) -> bool:
+    """Whether `moe_ffn` is faster with weights that are not packed before.
+
+    It is with many rows of a narrow layer: packed weights have a hidden layer that must be turned.
+    """
+    num_experts, _, model_dim = weights.w1.shape
+    if model_dim > 128 or plan.choices.shape[0] < 64 * num_experts:  # measured
+        return False
+    form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
+    return form == "ffn.cpp"
+
+
 def _fused(
     tokens: Tensor,
     gates: Tensor | None,

@@ -119,18 +119,18 @@ INLINE Integers hash_32(Integers x) {
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
-// v after dropout, of 16 rows' states and hidden units. The noise is that of the Triton kernels.
-INLINE V dropped_out(const Problem& p, V v, Ints states, Ints units) {
-  EACH_PIECE {
-    const WordLanes noise = hash_32((WordLanes)states.p[i] + (WordLanes)units.p[i] * 0x9e3779b9u) >> 16;
-    v.p[i] *= (IntLanes)noise - 32768 >= static_cast<int32_t>(p.least) ? p.scale - Lanes{} : Lanes{};
-  }
-  return v;
-}
-INLINE Ints integers(int32_t first, int32_t step = 0) {
+// v after dropout, of 16 states of rows from `states` on, or one, and hidden units from `unit` on, or one. The noise is that
+// of the Triton kernels. Not inline, since the loops that may call it need all registers.
+template <bool of_rows>
+__attribute__((noinline, cold)) void drop_out(const Problem& p, V& v, const int32_t* states, long unit) {
   int32_t numbers[16];
-  for (int i = 0; i < 16; i++) numbers[i] = first + i * step;
-  return load(numbers);
+  for (int i = 0; i < 16; i++)
+    numbers[i] = static_cast<uint32_t>(states[of_rows ? i : 0]) + static_cast<uint32_t>(unit + (of_rows ? 0 : i)) * 0x9e3779b9u;
+  const Ints sums = load(numbers);
+  EACH_PIECE {
+    const IntLanes noise = (IntLanes)(hash_32((WordLanes)sums.p[i]) >> 16) - 32768;
+    v.p[i] *= noise >= static_cast<int32_t>(p.least) ? p.scale - Lanes{} : Lanes{};
+  }
 }
 
 // A tile of a weight's gradient: to [units, columns] = the sum over n rows of d [units] times b, and what is there. d is as
@@ -233,7 +233,7 @@ struct Part {
 // run(part) for the parts of a cell, of nearly equal sizes; their gates and states are in the space.
 template <class Run>
 void for_each_part(const Problem& p, const Cells& cells, const Cell& cell, const RowsSpace& space, Run run) {
-  const long rows = cell.end - cell.start, parts = (rows + kMostRows - 1) / kMostRows;
+  const long rows = cell.end - cell.start, parts = (rows + most_rows(p) - 1) / most_rows(p);
   const long step = parts ? in_sixteens((rows + parts - 1) / parts) : 1;
   for (long from = cell.start; from < cell.end; from += step) {
     const Part part = {std::min(step, cell.end - from), cell.place + from - cell.start, &cells.choices[from]};
@@ -278,7 +278,7 @@ void forward(const Problem& p, const Cells& cells, char* memory, float* out, P* 
         const Units<float> z(space.z, part.n, units);
         const auto kept = [&](P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
         const auto store_h = [&](long i, long row, V v) {
-          if (drops) v = dropped_out(p, v, load(space.states + row), integers(unit + i));
+          if (drops) drop_out<true>(p, v, space.states + row, unit + i);
           store(h.at(i, row), v);
         };
         const Ahead w2 = net.w2.ahead(e, unit, units);
@@ -330,7 +330,7 @@ void forward_packed(const Problem& p, const Cells& cells, char* memory, float* o
           });
         };
         const auto store_h = [&](long i, long j, long count, V v) {
-          if (p.scale != 0) v = dropped_out(p, v, integers(space.states[i]), integers(unit + j, 1));
+          if (p.scale != 0) drop_out<false>(p, v, space.states + i, unit + j);
           store(space.h + i * units + j, v, count);
         };
         over_model(p.w1, p.b1, [&](long i, long j, long count, V v) {
@@ -422,7 +422,7 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
         };
         const Ahead w1 = to.tokens ? net.w1.ahead(e, unit, units) : Ahead();
         over_model(space, net.w2, e, unit, units, dy, w1, soon, [&](long i, long row, V v) {
-          if (drops) v = dropped_out(p, v, load(space.states + row), integers(unit + i));
+          if (drops) drop_out<true>(p, v, space.states + row, unit + i);
           const V gate = load(space.gates + row), dh = v * gate, z = load(kept(hidden, i, row));
           V value;
           if (p.w3) {
@@ -436,7 +436,7 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
             store(dz.at(i, row), dh * a.slope);
           }
           store(by_gate + row, multiply_add(v, value, load(by_gate + row)));
-          if (drops) value = dropped_out(p, value, load(space.states + row), integers(unit + i));
+          if (drops) drop_out<true>(p, value, space.states + row, unit + i);
           store(h.at(i, row), value * gate);
         });
         if (to.w2) weight_gradient(space, h, space.grads, n, M, to.w2 + weight, add);

@@ -21,12 +21,15 @@ using Rows = Packed<P, kB>;  // 16 tokens side by side
 template <class P>
 using Weights = Packed<P, kA>;
 
-constexpr long kMostRows = 640;  // of a cell that are worked on at once
-
 inline long in_sixteens(long n) { return (n + 15) / 16 * 16; }
 
 inline long kept_rows(const Problem& p) { return p.ends[p.num_experts - 1]; }
-inline long most_rows(const Problem& p) { return std::clamp(in_sixteens(kept_rows(p)), 16L, kMostRows); }
+// Rows of a cell that are worked on at once. In fp32 they and their results fit the L2 cache, if 320 do: for further rows the
+// weights are packed again.
+inline long most_rows(const Problem& p) {
+  const long fit = std::max((160L << 10) / p.model_dim / 16 * 16, 320L);
+  return std::clamp(in_sixteens(kept_rows(p)), 16L, p.packed || p.in_bf16 ? 640L : std::min(fit, 640L));
+}
 
 // Hidden units whose weights are packed at once, at most: 512 KiB in fp32, to stay in the L2 cache.
 inline long most_units(const Problem& p) {
