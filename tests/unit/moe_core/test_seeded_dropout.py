@@ -1,4 +1,4 @@
-"""The noise that the Triton kernels compute from a seed, as torch computes it."""
+"""The noise that the kernels compute from a seed, as torch computes it."""
 
 import math
 
