@@ -255,8 +255,12 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     if not name:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)
+    upcycle = str(given.get("MODEL.UPCYCLE", ""))
     if name.startswith("timm:"):
-        return _weights_of_timm(name, str(given.get("MODEL.UPCYCLE", "")))
+        return _weights_of_timm(name, name, upcycle)
+    architecture = _architecture(name)
+    if architecture:
+        return _weights_of_timm(name, f"timm:{architecture}", upcycle)
     trained = trained_config(name)
     values = flatten(trained)
     model = _model_keys(trained.MODEL.TYPE)
@@ -295,7 +299,10 @@ def trained_config(name: str) -> CfgNode:
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
-        raise UserError(f"{where}: does not say what its model is; name a configuration by --cfg")
+        raise UserError(
+            f"{where}: does not say what its model is; name a configuration by --cfg, or put"
+            " timm's config.json beside it"
+        )
     return config_from_text(text, where)
 
 
@@ -313,12 +320,28 @@ def _config_text(path: Path) -> str | None:
     return None
 
 
-def _weights_of_timm(name: str, upcycle: str) -> Weights:
-    """A dense SwinV2 of timm, or its copies in the experts of every other block of the last two
-    stages."""
+def _architecture(name: str) -> str | None:
+    """The dense SwinV2 that a config.json of timm names, in a folder or beside a file."""
+    path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
+    folder = path
+    if path.is_file():
+        folder = path.parent
+    try:
+        content = read_json(folder / "config.json", 1 << 20)
+    except (OSError, ValueError):
+        return None
+    found = content.get("architecture") if isinstance(content, dict) else None
+    if isinstance(found, str) and found.startswith("swinv2_") and "moe" not in found:
+        return found
+    return None
+
+
+def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
+    """The weights `name` of a dense SwinV2 of timm, `timm:MODEL`, or its copies in the experts of
+    every other block of the last two stages."""
     from swinv2_moe.models.hub import swin_keys  # imports torch
 
-    keys = swin_keys(name)
+    keys = swin_keys(model)
     line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
     if upcycle:
         depths = keys["MODEL.SWINV2.DEPTHS"]

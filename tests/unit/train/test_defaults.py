@@ -214,6 +214,16 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     assert experts.MODEL.MOE.BLOCKS == [[], [], [1, 3, 5], [1]]
 
 
+def test_a_file_of_timm_with_its_description_beside_it(tmp_path):
+    photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    (tmp_path / "config.json").write_text('{"architecture": "swinv2_tiny_window8_256"}')
+    for name in (str(file), str(tmp_path), f"local-dir:{tmp_path}"):
+        model = choose(photos, ["MODEL.PRETRAINED", name]).config.MODEL
+        assert (name, [2, 2, 6, 2]) == (model.PRETRAINED, model.SWINV2.DEPTHS)
+
+
 def test_the_documentation_has_every_rule():
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "fine-tune.md").read_text()
     for rule in defaults.RULES:
