@@ -221,7 +221,7 @@ def shortened(line: str) -> str:
         if output and "--resume" not in line:
             line = f"rm -rf {output[1]}\n{line}"
     if "--index shards" in line:  # of tars that another program has made
-        line = f"rm shards/index.json shards/plan.json\n{line}"
+        line = f"rm -f shards/index.json shards/plan.json\n{line}"
     if verb and verb[1] in ("throughput", "roofline"):
         line += " --rounds 1"
     return line
