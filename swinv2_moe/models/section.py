@@ -346,9 +346,11 @@ class ModelConfig:
     upcycle: str = option(
         "",
         "`MODEL.PRETRAINED` is dense, and each dense FFN is copied into every expert of its"
-        " block. `weights`: a new training begins; `run`: it goes on as that dense run would"
-        " have done, at its epoch and learning rate, with its optimiser's state; empty: off",
-        choices=("", "weights", "run"),
+        " block. `weights`: a new training begins; `clusters`: likewise, and the routers begin at"
+        " the centroids of clusters of the tokens, those of 512 training images; `run`: it goes on"
+        " as that dense run would have done, at its epoch and learning rate, with its optimiser's"
+        " state; empty: off",
+        choices=("", "weights", "clusters", "run"),
     )
     upcycle_noise: float = option(
         0.0,

@@ -18,10 +18,11 @@ from swinv2_moe.config import (
 from swinv2_moe.data.build import Data
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
-from swinv2_moe.models import build_model, measure_model
+from swinv2_moe.models import MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start, differing_versions
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.clusters import sample_images
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
@@ -101,8 +102,7 @@ def train(
         seed_everything(run.seed)  # the same weights on any number of ranks
         model = build_model(sections.model, data.num_classes, group)
         if source is None:
-            notes = load_pretrained(sections.model, model, world, run.seed, data.class_names)
-            data = replace(data, notes=data.notes + notes)
+            data = _load_pretrained(sections, model, world, data)
         trainer = Trainer(sections, world, data, model, phases, teacher)
         if source is not None:
             trainer.resume(source)
@@ -160,6 +160,14 @@ def _open_data(
         return data, staging, None
     data = replace(data, views=config.views)
     return data, staging, Distillation(sections, world, data, teacher)
+
+
+def _load_pretrained(sections: AllSections, model: MoEModel, world: World, data: Data) -> Data:
+    """Load MODEL.PRETRAINED, if given, and return the data with messages about it."""
+    images = sample_images(sections.data, data)
+    seed = sections.run.seed
+    notes = load_pretrained(sections.model, model, world, seed, data.class_names, images)
+    return replace(data, notes=data.notes + notes)
 
 
 def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, root: Path) -> None:
