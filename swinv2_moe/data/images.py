@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
 
+from moe_core.files import open_regular
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 from swinv2_moe.output import printable
@@ -139,7 +140,7 @@ def image_size(path: str | os.PathLike) -> tuple[int, int]:
         ValueError: the file cannot be read as an image.
     """
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
             return image.size
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:

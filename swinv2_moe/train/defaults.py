@@ -288,7 +288,7 @@ def trained_config(name: str) -> CfgNode:
     Raises:
         UserError: there is none.
     """
-    path = Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     if name.startswith(PREFIX):
         path = bundled_file(name)
     where = f"MODEL.PRETRAINED {name}"
@@ -365,7 +365,7 @@ def largest_batch(num_train: int) -> int:
 
 def _image_size(situation: Situation) -> tuple[object, str] | None:
     pictures, values = situation.pictures, situation.values
-    if "DATA.IMG_SIZE" not in values:
+    if "DATA.IMG_SIZE" not in situation.weights.keys:
         return None  # from random weights: the configuration's
     size, side = int(situation.number("DATA.IMG_SIZE")), min(pictures.width, pictures.height)
     if side <= size // 2 and _can_tile(size // 2, values, _window(situation, size)):

@@ -10,6 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +30,15 @@ from swinv2_moe.threads import available_cores
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.optim import without_slow_amp
+from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
 
 _USED = 0.8  # share of the free memory that a step may take
 _MAX_WORKERS = 8
 _STEPS, _SECONDS = 20, 10.0  # limits of timing
+_PEAK = Path("/proc/self/clear_refs")  # 5 sets the process's peak to what it has
 _CGROUP = Path("/sys/fs/cgroup")  # of a container (cgroup v2)
+_CACHED = ("active_file", "inactive_file")  # in its memory.stat
 _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
 
 
@@ -52,8 +56,7 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
     config, lines = config.clone(), []
     config.defrost()
     if "DATA.NUM_WORKERS" not in (given_keys(config) or ()):
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = max(1, available_cores() // ranks)
+        cores = max(1, available_cores() // _local_ranks())
         config.DATA.NUM_WORKERS = world.agree(min(_MAX_WORKERS, cores))
         lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
     if largest:
@@ -68,7 +71,10 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
     check_config(config)
     config.freeze()
     seconds = max(world.gather(_duration(config, world)))
-    lines.append(f"expected duration: {in_words(seconds)}")
+    beside = ""
+    if config.TRAIN.DISTILL.TEACHER:
+        beside = ", and the time of the teacher, which is not tried"
+    lines.append(f"expected duration: {in_words(seconds)}{beside}")
     _free_memory(world.device)
     return config, lines
 
@@ -133,10 +139,12 @@ def _try_batches(config: CfgNode, limit: int, device: torch.device) -> int:
 
 
 def _sections(config: CfgNode, device: torch.device) -> AllSections:
-    """The sections of one rank, without compilation and mixup, which needs an even batch."""
+    """The sections of one rank, without compilation, without mixup, which needs an even batch, and
+    without learning, which may diverge before a warm-up."""
     sections, _ = without_slow_amp(all_sections(config), World(0, 1, device))
     augment = replace(sections.train.augment, mixup=0.0, cutmix=0.0)
-    return replace(sections, train=replace(sections.train, augment=augment, compile=False))
+    train = replace(sections.train, augment=augment, compile=False, base_lr=0.0)
+    return replace(sections, train=train)
 
 
 def _step(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
@@ -151,10 +159,12 @@ def _duration(config: CfgNode, world: World) -> float:
     compile kernels, does not count."""
     sections = _sections(config, world.device)
     data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size))
+    accumulation = sections.train.accumulation_steps
+    steps = steps_per_epoch(accumulation, len(data.train_loader))
     step = _step(sections, data.num_classes, world.device)
-    seconds_per_step, waited, batch = _time_steps(step, data, sections.train.accumulation_steps)
+    seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
     seconds_per_batch = max(_time_forward(step, batch), waited)
-    steps = len(data.train_loader) // sections.train.accumulation_steps * sections.train.epochs
+    steps *= sections.train.epochs
     if sections.train.max_steps:
         steps = min(steps, sections.train.max_steps)
     validations = sections.train.epochs * len(data.val_loader)
@@ -177,7 +187,7 @@ def _time_steps(step: TrainingStep, data: Data, accumulation: int) -> tuple[floa
         step.run(accumulated, number)
         count += 1
         now = time.perf_counter()
-        if number == 0 and len(data.train_loader) > accumulation:
+        if number == 0 and len(data.train_loader) >= 2 * accumulation:
             count, waited, began = 0, 0.0, now
         elif now - started > _SECONDS:
             break
@@ -197,20 +207,30 @@ def _time_forward(step: TrainingStep, batch: Batch) -> float:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take: of the GPU, or of the machine, its container and the
-    limit of `ulimit -v`."""
+    """Bytes that this process may still take: of the GPU, or its share of what the machine, the
+    container and the limit of `ulimit -v` have left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = [psutil.virtual_memory().available]
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        free.append(_free_memory_of_container())
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         free.append(limit - psutil.Process().memory_info().vms)
-    try:
-        numbers = [int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current")]
-        free.append(numbers[0] - numbers[1])
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        pass
-    return max(0, min(free))
+    return max(0, min(free)) // _local_ranks()
+
+
+def _local_ranks() -> int:
+    """The number of ranks on this machine, which share its cores and memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _free_memory_of_container() -> int:
+    """Bytes below the limit of the container. Files in the system's cache do not count, since it
+    gives their memory back."""
+    most, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    fields = map(str.split, (_CGROUP / "memory.stat").read_text().splitlines())
+    return most - used + sum(int(size) for name, size in fields if name in _CACHED)
 
 
 def _used_memory(device: torch.device) -> int:
@@ -225,3 +245,6 @@ def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # only Linux has it
+        _PEAK.write_text("5")

@@ -1,6 +1,7 @@
 """A training without --cfg: what is found in a folder, the settings that follow, and the line for
 each folder and for weights that cannot be used."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -90,6 +91,14 @@ def test_every_choice_can_be_overridden(tmp_path):
     assert any("AUG.MIXUP 0.3" in line and line.endswith(": given") for line in found.lines)
 
 
+def test_a_size_is_given_without_weights(tmp_path):
+    found = choose(
+        str(write(tmp_path / "photos", {"cat": 10, "dog": 10})), ["DATA.IMG_SIZE", "192"]
+    )
+    assert found.config.DATA.IMG_SIZE == 192
+    assert "  DATA.IMG_SIZE 192: given" in found.lines
+
+
 def test_without_weights_the_line_says_what_to_put_where(tmp_path):
     found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 10})))
     line = found.lines[1]
@@ -162,6 +171,13 @@ def test_pictures_that_cannot_be_read(tmp_path):
     assert broken.exists()
     found = choose(str(tmp_path), ["DATA.MAX_BAD_SHARE", "0.5"])
     assert "9 x 9" in found.lines[0]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    for name in ("train", "val"):
+        write(tmp_path / name, {"cat": 3, "dog": 3})
+    os.mkfifo(tmp_path / "train" / "cat" / "3.png")
+    assert "3.png (not a regular file)" in message(tmp_path)
 
 
 def test_pictures_without_class_folders(tmp_path):

@@ -1,12 +1,15 @@
 """Trial steps before a training: the largest batch that fits into memory, and what memory is
 free."""
 
+import os
+
 import pytest
 import torch
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import trial
 from swinv2_moe.train.distributed import World
+from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.trial import free_memory, largest_fitting, settle
 
 
@@ -94,6 +97,39 @@ def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 50\ninactive_file 200\nactive_file 20\n")
     assert free_memory(torch.device("cpu")) > 1000
     (tmp_path / "memory.max").write_text("1000\n")
-    assert free_memory(torch.device("cpu")) == 700
+    assert free_memory(torch.device("cpu")) == 920  # the cache of files gives way
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory(torch.device("cpu")) == 230
+
+
+@pytest.mark.skipif(not os.access(trial._PEAK, os.W_OK), reason="needs Linux")
+def test_an_earlier_peak_does_not_count():
+    """A process that once had much memory does not take a step for larger than it is."""
+    device = torch.device("cpu")
+    torch.ones(300 << 20, dtype=torch.uint8)
+    assert peak_memory(device) - trial._used_memory(device) > 200 << 20
+    trial._free_memory(device)
+    assert peak_memory(device) - trial._used_memory(device) < 100 << 20
+
+
+@pytest.mark.parametrize("accumulation", [3, 5])
+def test_the_duration_with_accumulation(make_config, tmp_path, accumulation):
+    """Of 5 batches an epoch: one step, also where some are left over."""
+    config = make_config(tmp_path, {"TRAIN.ACCUMULATION_STEPS": accumulation})
+    lines = settle(config, 0, World(0, 1, torch.device("cpu")))[1]
+    assert lines[-1].startswith("expected duration: ")
+
+
+def test_more_accumulation_than_batches(make_config, tmp_path):
+    config = make_config(tmp_path, {"TRAIN.ACCUMULATION_STEPS": 6})
+    with pytest.raises(UserError, match=r"TRAIN.ACCUMULATION_STEPS is 6, an epoch has only"):
+        settle(config, 0, World(0, 1, torch.device("cpu")))
+
+
+def test_trial_steps_do_not_learn(make_config, tmp_path):
+    """A learning rate at which the loss would not stay finite without a warm-up."""
+    config = make_config(tmp_path, {"TRAIN.BASE_LR": 1e30})
+    settle(config, 0, World(0, 1, torch.device("cpu")))
