@@ -116,6 +116,7 @@ def distillation_keys(config: CfgNode, run: Path, teacher: str, epochs: int) -> 
     return {
         "MODEL.PRETRAINED": run,
         "TRAIN.DISTILL.TEACHER": teacher,
+        "TRAIN.DISTILL.IMG_SIZE": 0,  # not that of the original's own teacher
         "TRAIN.EPOCHS": epochs,
         "TRAIN.MAX_STEPS": 0,
         "TRAIN.WARMUP_EPOCHS": 0,

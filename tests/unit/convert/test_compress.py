@@ -186,7 +186,9 @@ def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path,
 def test_the_printed_command_distils_the_original(
     compress, make_run, tmp_path, monkeypatch, capsys
 ):
-    run, output = make_run("AUG.MIXUP", "0.8", "TRAIN.MIN_LR", "1e-2"), tmp_path / "new"
+    size_of_its_own_teacher = ("TRAIN.DISTILL.IMG_SIZE", "40")
+    run = make_run("AUG.MIXUP", "0.8", "TRAIN.MIN_LR", "1e-2", *size_of_its_own_teacher)
+    output = tmp_path / "new"
     words = shlex.split(compress(run, "--dense --output", output).out.splitlines()[-1])
     arguments = words[words.index("--cfg") :]
     assert words[words.index("--cfg") - 1].removesuffix(".py").endswith("train")
