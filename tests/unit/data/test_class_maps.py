@@ -64,6 +64,9 @@ def test_all_classes_are_matched_by_id_or_english_name():
     assert match_all(imagenet, names, "t") == [1, 0, 2, 207]
     assert match_all(["b", "a"], ["a"], "t") == [1]
     assert imagenet_names(3) == ["0", "1", "2"]
+    with pytest.raises(UserError, match=r"does not know 1 of the 2 .*: crane"):
+        match_all(["crane", "owl", "crane"], ["crane", "owl"], "t")
+    assert match_all(["crane", "owl", "crane"], ["owl"], "t") == [1]
     assert match_all(imagenet_names(3), ["cat", "dog", "owl"], "t") == [0, 1, 2]
 
 

@@ -310,6 +310,46 @@ def test_classes_of_the_data_and_of_the_teacher(config_of, colours, tmp_path):
     assert note == "1 of 3 classes of the checkpoint are not in the data: green"
 
 
+def test_a_model_of_all_classes_knows_those_of_the_data_by_name(config_of, colours, tmp_path):
+    """English names of the data's folders, for a teacher with WordNet ids."""
+    description = json.loads((tmp_path / "known" / "config.json").read_text())
+    description["label_names"] = ["n01440764", "n01443537", "n01484850"]
+    (tmp_path / "known" / "config.json").write_text(json.dumps(description))
+    for split in ("train", "val"):
+        for old, new in (("blue", "goldfish"), ("red", "tench")):
+            (tmp_path / "data" / split / old).rename(tmp_path / "data" / split / new)
+    train(config_of("run", colours | {"TRAIN.DISTILL.CLASSES": "teacher"}))
+    with open_deployed(str(tmp_path / "run")) as deployed:
+        sources, note = deployed.aligned(load_sources(deployed.data))
+    assert sources.class_names == ["tench", "goldfish", "n01484850"]
+    assert sources.val.targets.tolist() == [1] * 4 + [0] * 4
+    assert note == "1 of 3 classes of the checkpoint are not in the data: n01484850"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("input_size", [3, 2**40, 2**40]),
+        ("input_size", 3),
+        ("mean", "grey"),
+        ("std", [0.5, 0.5, 0]),
+        ("interpolation", ["x"]),
+        ("num_classes", "3"),
+        ("model_args", [1]),
+    ],
+)
+def test_a_description_that_is_wrong(config_of, colours, tmp_path, name, value):
+    description = json.loads((tmp_path / "known" / "config.json").read_text())
+    if name == "model_args":
+        description[name] = value
+    else:
+        description["pretrained_cfg"] = {name: value}
+    (tmp_path / "known" / "config.json").write_text(json.dumps(description))
+    message = rf"known: its config.json does not describe a model: \S*{name}"
+    with pytest.raises(UserError, match=message):
+        teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
+
+
 @pytest.mark.parametrize("classes", ["data", "teacher"])
 def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, classes):
     for split in ("train", "val"):
