@@ -41,6 +41,9 @@ KNOWN = {
     # Whether gradients are batched (is_grads_batched), which no public function tells.
     "torch._C._functorch",
     "torch._C._functorch.is_legacy_batchedtensor",
+    # Whether the profiler or a dispatch mode watches the ops; otherwise they need no dispatcher.
+    "torch.autograd._profiler_enabled",
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",

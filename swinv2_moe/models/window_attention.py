@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from moe_core.context import in_transform, without_autocast
 from moe_core.ops.autograd import (
     is_differentiated_again,
+    op,
     plain_gradients,
     register_autograd,
 )
@@ -135,7 +136,7 @@ def plain_attention(
 # 1. Ops
 
 
-@torch.library.custom_op("swinv2_moe::window_attention", mutates_args=())
+@op("swinv2_moe::window_attention")
 def _window_attention(
     qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
 ) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,7 @@ def _window_attention(
     return _kernels().forward(qkv, bias, mask, scale, cosine)
 
 
-@torch.library.custom_op("swinv2_moe::window_attention_backward", mutates_args=())
+@op("swinv2_moe::window_attention_backward")
 def _window_attention_backward(
     grad: Tensor,
     qkv: Tensor,
@@ -203,7 +204,7 @@ def _backward(ctx, grad, _):
     qkv, bias, mask, scale, out, lse = ctx.saved_tensors
     if is_differentiated_again(grad):
         return _plain_backward(ctx, grad, qkv, bias, mask, scale)
-    grad_qkv, grad_bias, grad_scale = torch.ops.swinv2_moe.window_attention_backward(
+    grad_qkv, grad_bias, grad_scale = _window_attention_backward(
         grad, qkv, bias, mask, scale, out, lse, ctx.cosine
     )
     return grad_qkv, grad_bias.to(bias.dtype), None, grad_scale.to(scale.dtype), None
@@ -220,7 +221,7 @@ def _plain_backward(ctx, grad, qkv, bias, mask, scale):
     return of_qkv, of_bias, None, of_scale, None
 
 
-_differentiable = register_autograd("swinv2_moe::window_attention", _backward, _save)
+_differentiable = register_autograd(_window_attention, _backward, _save)
 
 
 # 3. On a CPU, from torch's operations

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_core.context import in_transform
 from moe_core.ops.autograd import (
     is_differentiated_again,
+    op,
     register_autograd,
     register_gradient,
 )
@@ -55,26 +56,26 @@ def combine(rows: Tensor, gates: Tensor, plan: DispatchPlan, kernels: str = "aut
 # 1. Ops. `form` is the module that computes them.
 
 
-@torch.library.custom_op("moe_core::dispatch_rows", mutates_args=())
+@op("moe_core::dispatch_rows")
 def _dispatch_rows(
     tokens: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, form: str
 ) -> Tensor:
     return load(form).dispatch_rows(tokens, choices, slots.shape[1])
 
 
-@torch.library.custom_op("moe_core::sum_rows", mutates_args=())
+@op("moe_core::sum_rows")
 def _sum_rows(rows: Tensor, slots: Tensor, kept: Tensor | None, form: str) -> Tensor:
     return load(form).sum_rows(rows, slots, kept, None)
 
 
-@torch.library.custom_op("moe_core::combine_rows", mutates_args=())
+@op("moe_core::combine_rows")
 def _combine_rows(
     rows: Tensor, gates: Tensor, choices: Tensor, slots: Tensor, kept: Tensor | None, form: str
 ) -> Tensor:
     return load(form).sum_rows(rows, slots, kept, gates)
 
 
-@torch.library.custom_op("moe_core::combine_rows_backward", mutates_args=())
+@op("moe_core::combine_rows_backward")
 def _combine_rows_backward(
     grad: Tensor,
     needs: list[bool],
@@ -124,14 +125,12 @@ def _differentiate_dispatch(ctx, grad):
     slots, kept = ctx.saved_tensors
     if is_differentiated_again(grad):
         return reference.sum_rows(grad, slots, kept, None), None, None, None, None
-    return torch.ops.moe_core.sum_rows(grad, slots, kept, ctx.form), None, None, None, None
+    return _sum_rows(grad, slots, kept, ctx.form), None, None, None, None
 
 
 def _plain_combine(rows, gates, choices, slots, kept, form) -> Tensor:
     return reference.sum_rows(rows, slots, kept, gates)
 
 
-_dispatch = register_autograd("moe_core::dispatch_rows", _differentiate_dispatch, _save_dispatch)
-_combine = register_gradient(
-    "combine_rows", 2, torch.ops.moe_core.combine_rows_backward, _plain_combine
-)
+_dispatch = register_autograd(_dispatch_rows, _differentiate_dispatch, _save_dispatch)
+_combine = register_gradient(_combine_rows, 2, _combine_rows_backward, _plain_combine)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import empty_gradients, register_gradient
+from moe_core.ops.autograd import empty_gradients, op, register_gradient
 from moe_core.ops.ffn import grouped, reference, split
 
 
@@ -44,12 +44,12 @@ def _form(rows: Tensor) -> ModuleType:
     return split
 
 
-@torch.library.custom_op("moe_core::expert_linear", mutates_args=())
+@op("moe_core::expert_linear")
 def _expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     return _form(rows).linear(rows, weight, bias, offsets)
 
 
-@torch.library.custom_op("moe_core::expert_linear_backward", mutates_args=())
+@op("moe_core::expert_linear_backward")
 def _expert_linear_backward(
     grad: Tensor,
     needs: list[bool],
@@ -81,9 +81,9 @@ def _(grad, needs, rows, weight, bias, offsets):
 
 
 _differentiable = register_gradient(
-    "expert_linear",
+    _expert_linear,
     3,
-    torch.ops.moe_core.expert_linear_backward,
+    _expert_linear_backward,
     reference.plain_linear,
 )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import empty_gradients, register_gradient, schema_of
+from moe_core.ops.autograd import empty_gradients, op, register_gradient, schema_of
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.combine.reference import dispatch_rows, sum_rows
@@ -241,11 +241,7 @@ _NUM_DIFFERENTIABLE = _FIELDS.index("b3") + 1
 _GRADIENTS = ", ".join(["Tensor"] * _NUM_DIFFERENTIABLE)
 
 
-@torch.library.custom_op(
-    "moe_core::moe_ffn",
-    mutates_args=(),
-    schema=f"({schema_of(MoEFFNInputs)}) -> (Tensor, Tensor)",
-)
+@op("moe_core::moe_ffn", f"({schema_of(MoEFFNInputs)}) -> (Tensor, Tensor)")
 def _forward(*arguments):
     """The output, and the hidden layer [N, H] before the activation if it is kept.
 
@@ -256,13 +252,10 @@ def _forward(*arguments):
     return load(inputs.form).forward(inputs)
 
 
-@torch.library.custom_op(
+# Not a list of tensors, for which a vectorised Jacobian has no batching rule.
+@op(
     "moe_core::moe_ffn_backward",
-    mutates_args=(),
-    # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
-    schema=(
-        f"(Tensor grad, bool[] needs, {schema_of(MoEFFNInputs)}, Tensor hidden) -> ({_GRADIENTS})"
-    ),
+    f"(Tensor grad, bool[] needs, {schema_of(MoEFFNInputs)}, Tensor hidden) -> ({_GRADIENTS})",
 )
 def _backward(grad, needs, *arguments):
     """Gradients of the fields up to b3; empty where `needs` is False."""
@@ -335,9 +328,9 @@ def _plain_moe_ffn(*fields) -> Tensor:
 
 
 _moe_ffn = register_gradient(
-    "moe_ffn",
+    _forward,
     _NUM_DIFFERENTIABLE,
-    torch.ops.moe_core.moe_ffn_backward,
+    _backward,
     _plain_moe_ffn,
     saved_outputs=(1,),
 )

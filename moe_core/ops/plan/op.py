@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_core.context import in_transform
+from moe_core.ops.autograd import op
 from moe_core.ops.backend import Request, load, select
 from moe_core.ops.plan import reference
 
@@ -73,7 +74,7 @@ def make_plan(
         most = limit if device_limit is None else device_limit
         plan = reference.make_plan(expert_ids, num_experts, most, priority, num_rows)
         return DispatchPlan(*plan)
-    choices, offsets, slots, kept, counts = torch.ops.moe_core.make_plan(
+    choices, offsets, slots, kept, counts = _make_plan(
         expert_ids, num_experts, limit, device_limit, priority, num_rows, form
     )
     if capacity is None:
@@ -89,7 +90,7 @@ def inverse_plan(plan: DispatchPlan) -> DispatchPlan:
     return plan._replace(choices=plan.slots.flatten(), slots=plan.choices.unsqueeze(1))
 
 
-@torch.library.custom_op("moe_core::make_plan", mutates_args=())
+@op("moe_core::make_plan")
 def _make_plan(
     expert_ids: Tensor,
     num_experts: int,

@@ -4,14 +4,38 @@ Everything is in fp32. The choices are those of the specification. The sums over
 an order that does not depend on the number of threads, so runs repeat exactly.
 """
 
-# T tokens, E experts, K top-k
+# T tokens, E experts, K top-k, M model dim
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moe_core.context import without_autocast
 from moe_core.ops.backend import KERNEL_LOSSES
 from moe_core.ops.buffers import empty
 from moe_core.ops.native.library import call
+
+
+def product(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The logits [T, E] of tokens [T, M] and a weight [E, M] in fp32."""
+    with without_autocast(tokens):
+        return F.linear(tokens.float(), weight)
+
+
+def product_backward(
+    grad: Tensor, tokens: Tensor, weight: Tensor, grad_inputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of tokens and weight from that of the logits [T, E].
+
+    Args:
+        grad_inputs: the gradient of the cast tokens, which is added to that of the tokens.
+    """
+    with without_autocast(tokens):
+        if grad_inputs is None:
+            of_tokens = grad @ weight
+        else:
+            of_tokens = torch.addmm(grad_inputs.float(), grad, weight)
+        return of_tokens.to(tokens.dtype), grad.t() @ tokens.float()
 
 
 def forward(

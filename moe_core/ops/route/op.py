@@ -1,12 +1,12 @@
 """Softmax, top-K and gate values of the router's logits.
 
 The Triton form and the C++ form read the logits once, and add the noise. They also compute the sums
-of the auxiliary losses in `KERNEL_LOSSES`. For a linear router with at most 64 experts and softmax
-gates the Triton form computes the logits and casts the tokens in the same pass. These forms are a
-torch.library op with a backward op. Autograd differentiates the torch form.
+of the auxiliary losses in `KERNEL_LOSSES`. They are a torch.library op with a backward op. For a
+linear router it computes the logits and casts the tokens too; in Triton in the same pass, for at
+most 64 experts and softmax gates. Autograd differentiates the torch form.
 
-On a CPU the product stays torch's, which is as fast as one in C++. So both forms there read the
-same logits, and choose the same experts.
+On a CPU the product is torch's, which is as fast as one in C++. So both forms there read the same
+logits, and choose the same experts.
 """
 
 # T tokens, E experts, K top-k, M model dim
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from moe_core.context import in_transform, without_autocast
 from moe_core.ops.autograd import (
     is_differentiated_again,
+    op,
     plain_gradients,
     register_autograd,
 )
@@ -92,7 +93,7 @@ def route(
     """
     form = _form_of(logits, settings)
     if isinstance(logits, LinearLogits):
-        if form == "route.triton" and _fuses_product(logits, settings):
+        if _fuses_product(logits, settings, form):
             tokens, weight, dtype = logits
             return _in_one_kernel(tokens, weight, noise, settings, form, dtype)
         logits = logits.value()
@@ -117,14 +118,17 @@ def _form_of(logits: Tensor | LinearLogits, settings: RouteSettings) -> str:
     return select("route", Request(settings.kernels, x.device.type, dtype))
 
 
-def _fuses_product(logits: LinearLogits, settings: RouteSettings) -> bool:
-    """Whether the Triton form computes these logits from the tokens."""
+def _fuses_product(logits: LinearLogits, settings: RouteSettings, form: str) -> bool:
+    """Whether the form computes these logits from the tokens."""
     tokens, weight, _ = logits
+    if form == "route.reference" or settings.loss not in KERNEL_LOSSES:
+        return False
     if weight.dtype != torch.float32 or weight.shape[1] != tokens.shape[1]:
         return False
-    if weight.shape[0] > _MOST_EXPERTS or settings.loss not in KERNEL_LOSSES:
+    if tokens.dtype not in _TOKEN_DTYPES:
         return False
-    return settings.activation == "softmax" and tokens.dtype in _TOKEN_DTYPES
+    fits_triton = weight.shape[0] <= _MOST_EXPERTS and settings.activation == "softmax"
+    return fits_triton or form != "route.triton"
 
 
 def _in_one_kernel(
@@ -147,7 +151,7 @@ def _in_one_kernel(
     cast_to: torch.dtype | None = None
     if dtype != x.dtype:
         cast_to = dtype
-    gates, ids, probs, sums, inputs, _ = _differentiable_route(
+    gates, ids, probs, sums, inputs, *_ = _differentiable_route(
         x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation,
         form, kernels,
     )  # fmt: skip
@@ -166,7 +170,7 @@ def _in_one_kernel(
     return RoutedTokens(gates, ids, probs, sums, None, noisy, inputs, value)
 
 
-@torch.library.custom_op("moe_core::route", mutates_args=())
+@op("moe_core::route")
 def _route(
     x: Tensor,
     weight: Tensor | None,
@@ -180,25 +184,31 @@ def _route(
     activation: str,
     form: str,
     kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens and `kept`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens, scores and logits.
 
-    x is the logits [T, E], or with a `weight`, which is only for Triton, the tokens [T, M]. The
-    cast tokens are empty if there is no cast. `kept` is what the backward pass needs besides. In
-    Triton these are the logits, if they are computed here and the loss reads them; in C++ the
-    scores of the chosen experts [T, K], if they are not the gate values. Otherwise it is empty.
+    x is the logits [T, E], or with a `weight` the tokens [T, M]. The others may be empty: the cast
+    tokens if there is no cast; and what the backward pass needs besides, the scores of the chosen
+    experts [T, K] if they are not the gate values (in C++), and the logits [T, E] if they are
+    computed here and the loss reads them.
     """
+    module = load(form)
+    settings = (top_k, normalize, loss, noise_std, loss_noise_std)
     if form == "route.triton":
-        forward = load(form).forward
-        return forward(x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to)
-    assert weight is None
-    assert cast_to is None
-    settings = (loss, noise_std, loss_noise_std, activation, kernels)
-    gates, ids, probs, sums, scores = load(form).forward(x, noise, top_k, normalize, *settings)
-    return gates, ids, probs, sums, x.new_empty(0), scores
+        *outputs, logits = module.forward(x, weight, noise, *settings, cast_to)
+        return (*outputs, x.new_empty(0), logits)
+    inputs, kept, logits = x.new_empty(0), x.new_empty(0), x
+    if weight is not None:
+        logits = module.product(x, weight)
+        if loss.startswith("load_importance"):
+            kept = logits
+    if cast_to is not None:
+        inputs = x.to(cast_to)
+    gates, ids, probs, sums, scores = module.forward(logits, noise, *settings, activation, kernels)
+    return gates, ids, probs, sums, inputs, scores, kept
 
 
-@torch.library.custom_op("moe_core::route_backward", mutates_args=())
+@op("moe_core::route_backward")
 def _route_backward(
     x: Tensor,
     weight: Tensor | None,
@@ -206,7 +216,8 @@ def _route_backward(
     ids: Tensor,
     gates: Tensor,
     probs: Tensor,
-    kept: Tensor,
+    scores: Tensor,
+    logits: Tensor,
     grad_gates: Tensor | None,
     grad_probs: Tensor | None,
     grad_sums: Tensor | None,
@@ -225,12 +236,17 @@ def _route_backward(
     settings = (normalize, loss, noise_std, loss_noise_std)
     if form == "route.triton":
         grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
-        return load(form).backward(x, weight, noise, ids, probs, kept, grads, *settings)
+        return load(form).backward(x, weight, noise, ids, probs, logits, grads, *settings)
     if loss == "none":
         grad_sums = None
+    if weight is None:
+        logits = x
     used = (grad_gates, grad_probs, grad_sums)
-    tensors = (x, noise, ids, gates, probs, kept, used)
-    return load(form).backward(*tensors, *settings, activation, kernels), x.new_empty(0)
+    tensors = (logits, noise, ids, gates, probs, scores, used)
+    grad = load(form).backward(*tensors, *settings, activation, kernels)
+    if weight is None:
+        return grad, x.new_empty(0)
+    return load(form).product_backward(grad, x, weight, grad_inputs)
 
 
 @_route.register_fake
@@ -245,14 +261,14 @@ def _(
     gates = like.new_empty(num_tokens, top_k)
     ids = like.new_empty(num_tokens, top_k, dtype=torch.int64)
     probs = like.new_empty(num_tokens, num_experts)
-    inputs, kept = x.new_empty(0), like.new_empty(0)
+    inputs, scores, logits = x.new_empty(0), like.new_empty(0), like.new_empty(0)
     if cast_to is not None:
         inputs = x.new_empty(x.shape, dtype=cast_to)
     if weight is not None and loss.startswith("load_importance"):
-        kept = torch.empty_like(probs)
+        logits = torch.empty_like(probs)
     if form == "route.cpp" and activation == "sigmoid" and normalize:
-        kept = torch.empty_like(gates)
-    return gates, ids, probs, like.new_empty(2, num_experts), inputs, kept
+        scores = torch.empty_like(gates)
+    return gates, ids, probs, like.new_empty(2, num_experts), inputs, scores, logits
 
 
 @_route_backward.register_fake
@@ -264,15 +280,15 @@ def _(x, weight, *_):
 
 def _save(ctx, inputs, output) -> None:
     x, weight, noise, _, *numbers, ctx.cast_to, activation, form, kernels = inputs
-    gates, ids, probs, _, _, kept = output
+    gates, ids, probs, _, _, scores, logits = output
     ctx.settings = (*numbers, activation, form, kernels)
-    ctx.save_for_backward(x, weight, noise, ids, gates, probs, kept)
-    ctx.mark_non_differentiable(ids, kept)
+    ctx.save_for_backward(x, weight, noise, ids, gates, probs, scores, logits)
+    ctx.mark_non_differentiable(ids, scores, logits)
     # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, grad_kept):
+def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, *unused):
     grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
     x, weight, noise, ids, *_ = saved = ctx.saved_tensors
     nothing = (None,) * 10
@@ -290,13 +306,13 @@ def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs
 
         needs = ctx.needs_input_grad[:2]
         return (*plain_gradients(function, (x, weight), needs, grads), *nothing)
-    grad_x, grad_weight = torch.ops.moe_core.route_backward(*saved, *grads, *ctx.settings)
+    grad_x, grad_weight = _route_backward(*saved, *grads, *ctx.settings)
     if weight is None:
         grad_weight = None
     return (grad_x, grad_weight, *nothing)
 
 
-_differentiable_route = register_autograd("moe_core::route", _differentiate, _save)
+_differentiable_route = register_autograd(_route, _differentiate, _save)
 
 
 @register_flop_formula(torch.ops.moe_core.route)
@@ -329,12 +345,12 @@ def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
     return _differentiable_loss(sums, total, num_tokens, loss)
 
 
-@torch.library.custom_op("moe_core::loss_of_sums", mutates_args=())
+@op("moe_core::loss_of_sums")
 def _loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str) -> Tensor:
     return load("route.loss_triton").loss_of_sums(sums, total, num_tokens, loss)
 
 
-@torch.library.custom_op("moe_core::loss_of_sums_backward", mutates_args=())
+@op("moe_core::loss_of_sums_backward")
 def _loss_of_sums_backward(
     grad: Tensor, sums: Tensor, total: Tensor | None, num_tokens: int, loss: str
 ) -> Tensor:
@@ -365,10 +381,8 @@ def _differentiate_loss(ctx, grad):
             return (LOSSES[ctx.loss]().value(sums, ctx.num_tokens if total is None else total),)
 
         return (*plain_gradients(function, (sums,), (True,), [grad]), None, None, None)
-    grad_sums = torch.ops.moe_core.loss_of_sums_backward(
-        grad, sums, total, ctx.num_tokens, ctx.loss
-    )
+    grad_sums = _loss_of_sums_backward(grad, sums, total, ctx.num_tokens, ctx.loss)
     return grad_sums, None, None, None
 
 
-_differentiable_loss = register_autograd("moe_core::loss_of_sums", _differentiate_loss, _save_loss)
+_differentiable_loss = register_autograd(_loss_of_sums, _differentiate_loss, _save_loss)

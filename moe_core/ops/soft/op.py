@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_core.context import in_transform
-from moe_core.ops.autograd import register_gradient
+from moe_core.ops.autograd import op, register_gradient
 from moe_core.ops.soft import reference
 
 
@@ -50,7 +50,7 @@ def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
     return _differentiable(rows, logits)[0]
 
 
-@torch.library.custom_op("moe_core::soft_combine", mutates_args=())
+@op("moe_core::soft_combine")
 def _soft_combine(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """[B, N, M] and, for the backward pass, the logsumexp of the logits [B, N, 1]."""
     total = logits.logsumexp(2, keepdim=True)
@@ -58,7 +58,7 @@ def _soft_combine(rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ rows, total
 
 
-@torch.library.custom_op("moe_core::soft_combine_backward", mutates_args=())
+@op("moe_core::soft_combine_backward")
 def _soft_combine_backward(
     grad: Tensor, needs: list[bool], rows: Tensor, logits: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -88,9 +88,9 @@ def _(grad, needs, rows, logits, out, total):
 
 
 _differentiable = register_gradient(
-    "soft_combine",
+    _soft_combine,
     2,
-    torch.ops.moe_core.soft_combine_backward,
+    _soft_combine_backward,
     reference.soft_combine,
     saved_outputs=(0, 1),
 )

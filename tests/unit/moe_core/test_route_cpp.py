@@ -149,6 +149,31 @@ def test_any_number_of_threads_gives_the_same_bits(activation, loss):
         assert all(map(torch.equal, results[0], other))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["gshard", "load_importance"])
+def test_the_op_computes_logits_of_tokens_and_casts_them(loss, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tokens, weight = torch.randn(50, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    noise, factors = (
+        torch.randn(50, 5, generator=generator),
+        torch.randn(50, 8, generator=generator),
+    )
+    results = []
+    for kernels in ("auto", "torch"):
+        settings = ops.RouteSettings(2, True, loss, 0.3, 0.3, kernels, "sigmoid")
+        leaves = [tokens.clone().requires_grad_(), weight.clone().requires_grad_()]
+        routed = ops.route(ops.LinearLogits(*leaves, dtype), noise, settings)
+        assert (routed.logits is None) == (kernels == "auto")
+        sums, inputs = routed.sums, routed.inputs
+        if kernels == "torch":
+            inputs, clean = leaves[0].to(dtype), routed.logits
+            sums = route_and_sums(routed.noisy, clean, 2, True, loss, 0.3, "sigmoid")[2]
+        assert inputs.dtype == dtype
+        total = routed.gates.square().sum() + sums.square().sum() + (inputs * factors).sum()
+        results.append([routed.ids, sums, *torch.autograd.grad(total, leaves)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_opcheck(activation, normalize):
