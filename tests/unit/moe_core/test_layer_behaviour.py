@@ -192,3 +192,13 @@ def test_a_program_exported_in_bf16_runs_on_a_cpu_that_does_not_multiply_it(monk
         found = program(x)
     limit = 0.02 * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=limit)
+
+
+def test_an_exported_layer_takes_any_number_of_tokens():
+    """Also where a narrow layer chooses between its parameters and packed weights by it."""
+    model, length = OutputAlone().eval(), torch.export.Dim("length", min=2, max=5000)
+    with torch.no_grad():
+        program = torch.export.export(model, (tokens(6).float(),), dynamic_shapes=({0: length},))
+        for num in (2, 3000):
+            x = tokens(num).float()
+            torch.testing.assert_close(program.module()(x), model(x))
