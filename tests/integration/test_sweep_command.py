@@ -90,7 +90,7 @@ def test_a_training_that_was_told_to_stop_is_not_done(tmp_path):
 def test_commands_in_processes_of_their_own(tmp_path):
     jobs, log = Jobs(2), tmp_path / "log"
     jobs.run(log, "configs", "quickstart_digits")
-    assert "swinv2-moe train --cfg configs/quickstart_digits.yaml" in log.read_text()
+    assert "swinv2-moe train --cfg quickstart_digits " in log.read_text()
     with pytest.raises(UserError, match=r"log: configs ended with status 2 \(error: .*nowhere"):
         jobs.run(log, "configs", "nowhere")
     assert not jobs.processes

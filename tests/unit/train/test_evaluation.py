@@ -20,6 +20,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.sources import ImageArrays, load_sources
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
@@ -79,7 +80,7 @@ def test_by_the_definition(data):
     )
     targets = data.draw(arrays(np.int64, images, elements=st.integers(-1, classes - 1)))
     batches = zip(*(torch.from_numpy(part).split(5) for part in (logits, targets)), strict=True)
-    found, _ = predict(nn.Identity(), [(*batch, []) for batch in batches], ALONE, nullcontext)
+    found, _ = predict(nn.Identity(), [Batch(*batch, []) for batch in batches], ALONE, nullcontext)
     counted = targets >= 0
     logits, targets = logits[counted].astype(np.float64), targets[counted]
     order = np.argsort(-logits, axis=1, kind="stable")
