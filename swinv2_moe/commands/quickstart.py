@@ -81,5 +81,5 @@ def show(summaries: dict[str, dict], experts: str, output: Path) -> None:
         f"TensorBoard   {shlex.join([program('tensorboard'), '--logdir', str(output)])}",
         f"Next          {next_line('evaluate', output / 'moe')}",
         f"              {shlex.join(on_two_ranks)}",
-        '              your own photographs: README.md, "Your images"',
+        f"              {next_line('train', '--data', 'YOUR_PICTURES')}",
     )
