@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from moe_core import ACTIVATIONS, MoEConfig, MoELayer
+from moe_core.ops.route.reference import gate_scores, gates_of, largest
 
 # The parameter of a router that has an entry for each expert, and its dim.
 ROUTERS = {"linear": ("weight", 0), "cosine": ("sim_matrix", 1)}
@@ -62,18 +63,14 @@ def choices(logits: Tensor, config: MoEConfig, bias: Tensor) -> tuple[Tensor, Te
     Args:
         bias: [E], added to the scores for the choice.
     """
-    scores = logits.softmax(1)
-    if config.gate_activation == "sigmoid":
-        scores = logits.sigmoid()
+    scores = gate_scores(logits, config.gate_activation)
     ranked = logits
     if config.balance == "bias":
         ranked = scores + bias
     top_k = min(config.top_k, logits.shape[1])
-    ids = ranked.topk(top_k).indices
-    gates = scores.gather(1, ids)
-    if config.normalize_gates and top_k > 1:
-        gates = gates / gates.sum(1, keepdim=True).clamp(min=1e-30)
-    return ids, gates
+    ids = largest(ranked, top_k)
+    normalize = config.normalize_gates and top_k > 1
+    return ids, gates_of(scores, logits, ids, config.gate_activation, normalize)
 
 
 def change_of(target: Tensor, y: Tensor) -> tuple[float, float]:
@@ -208,11 +205,14 @@ class _Part:
         """The layer's output [T, M]."""
         return self._output_with(self.outputs, self.router)
 
+    def _logits(self, rows: Tensor) -> Tensor:
+        """The logits [T, N] of a router with these rows."""
+        sample = self.sample
+        return functional_call(sample.layer.router, {self.router_name: rows}, (sample.tokens,))
+
     def _output_with(self, outputs: Tensor, rows: Tensor) -> Tensor:
         """The layer's output with other outputs of the experts and rows of the router."""
-        sample = self.sample
-        logits = functional_call(sample.layer.router, {self.router_name: rows}, (sample.tokens,))
-        return sample.mixture(outputs, logits, sample.bias[self.kept])
+        return self.sample.mixture(outputs, self._logits(rows), self.sample.bias[self.kept])
 
     def merge(self, expert: int, loads: Tensor) -> bool:
         """Merge a removed expert into the nearest one, if that brings the output nearer.
@@ -254,15 +254,17 @@ class _Part:
             self.experts[name] *= scale  # gate values of fewer experts are larger
         if self.sample.layer.config.gated:
             return change
-        everywhere = torch.ones(len(target), dtype=torch.bool)
+        all_tokens = torch.ones(len(target), dtype=torch.bool)
         fitted = torch.arange(len(target)) % 2 == 0
-        unseen = target[~fitted]
-        changes = {0.0: change_of(unseen, self._fitted(~everywhere, 0.0)[1][~fitted])[0]}
+        unseen = ~fitted
+        _, y = self._fitted(~all_tokens, 0.0)  # without a fit
+        changes = {0.0: change_of(target[unseen], y[unseen])[0]}
         for ridge in RIDGE:
-            changes[ridge] = change_of(unseen, self._fitted(fitted, ridge)[1][~fitted])[0]
+            _, y = self._fitted(fitted, ridge)
+            changes[ridge] = change_of(target[unseen], y[unseen])[0]
         best = min(changes, key=changes.__getitem__)
         if best:
-            seconds, _ = self._fitted(everywhere, best)
+            seconds, _ = self._fitted(all_tokens, best)
             self.experts["w2"] = torch.stack([second[: self._hidden_dim] for second in seconds])
             if "b2" in self.experts:
                 self.experts["b2"] = torch.stack([second[-1] for second in seconds])
@@ -280,9 +282,7 @@ class _Part:
         output is the sum of several.
         """
         sample, config = self.sample, self.sample.layer.config
-        logits = functional_call(
-            sample.layer.router, {self.router_name: self.router}, (sample.tokens,)
-        )
+        logits = self._logits(self.router)
         ids, gates = choices(logits, config, sample.bias[self.kept])
         weights = torch.zeros_like(logits).scatter(1, ids, gates)  # [T, N]
         rows, seconds, tokens = [], [], []
