@@ -125,7 +125,8 @@ def prefers_unpacked(
 ) -> bool:
     """Whether `moe_ffn` is faster with weights that are not packed before.
 
-    It is with many rows of a narrow layer: packed weights have a hidden layer that must be turned.
+    It is with many rows of a narrow layer, since with packed weights the hidden layer has to be
+    transposed.
     """
     num_experts, _, model_dim = weights.w1.shape
     form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
