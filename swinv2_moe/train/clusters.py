@@ -15,6 +15,7 @@ sampling), there for all experts alike.
 # T tokens, E experts, H hidden dim of an expert, M model dim
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from swinv2_moe.models import MoEModel, block_name
 from swinv2_moe.train.routing import evenly_spaced, sample_tokens
 
 IMAGES = 512  # of the sample
+BATCH_SIZE = 8  # not the run's, which depends on the number of ranks; the sample does not
 TOKENS = 8192  # of a layer
 
 
@@ -44,7 +46,7 @@ def sample_images(config: DataConfig, data: Data) -> Iterator[Tensor]:
     """Batches of training images, evenly spaced, with the transform of evaluation."""
     source = data.train_loader.dataset.source
     subset = Subset(source, evenly_spaced(len(source), IMAGES))
-    for batch in evaluation_loader(config, subset):
+    for batch in evaluation_loader(replace(config, batch_size=BATCH_SIZE), subset):
         yield batch.images[batch.targets >= 0]
 
 

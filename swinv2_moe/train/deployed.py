@@ -259,18 +259,27 @@ def _configuration(
     source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str], world_size: int
 ) -> AllSections:
     name = f"checkpoint {source.directory}"
+    trained = data_config(config_from_text(source.meta["config"], name))
+    is_same = data is None or _is_same(data, trained.path)
     if data and not dataset:
-        trained = data_config(config_from_text(source.meta["config"], name))
         dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
-    if data is not None or dataset is not None:
-        keys["DATA.VAL_SPLIT"] = 0  # needed if the training's data had no validation images
+    if not is_same or dataset not in (None, trained.dataset):
+        keys["DATA.VAL_SPLIT"] = 0  # all images of other data are for validation
     if data is not None:
         keys["DATA.PATH"] = data
     if dataset is not None:
         keys["DATA.DATASET"] = dataset
     config = config_from_text(source.meta["config"], name, as_opts(keys) + list(opts))
     return all_sections(resolve_batch_size(config, world_size))
+
+
+def _is_same(data: str, trained_on: str) -> bool:
+    """Whether two names are of one directory that exists."""
+    if not (data and trained_on):
+        return False
+    first, second = (Path(name).expanduser() for name in (data, trained_on))
+    return first.is_dir() and second.is_dir() and first.samefile(second)
 
 
 def _dataset_of(data: Path, trained_on: str) -> str:

@@ -51,6 +51,9 @@ def start_from_clusters(rank: int, size: int, source: Path, file: Path) -> None:
     config, model, data = trainer.config, trainer.step.model, trainer.data
     images = sample_images(config.data, data)
     load_pretrained(config.model, model, trainer.world, 0, data.class_names, images)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm2.weight"):  # 0 at first, so the experts would not count
+            torch.nn.init.ones_(parameter)
     losses = train_steps(trainer, AFTER)
     if rank == 0:
         file.write_text(json.dumps(losses))
@@ -58,9 +61,8 @@ def start_from_clusters(rank: int, size: int, source: Path, file: Path) -> None:
 
 def test_clusters_do_not_depend_on_the_ranks(run_processes, tmp_path):
     source, losses = save(make_trainer(0, 1, DENSE), tmp_path), []
-    run_processes(start_from_clusters, 2, 2, source, tmp_path / "2.json")
-    start_from_clusters(0, 1, source, tmp_path / "1.json")
     for size in (1, 2):
+        run_processes(start_from_clusters, size, size, source, tmp_path / f"{size}.json")
         text = (tmp_path / f"{size}.json").read_text()
         losses.append(torch.tensor(json.loads(text))[:, ::2])
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)

@@ -84,5 +84,9 @@ def test_a_run_that_holds_out_images(train_command, evaluate, make_photographs, 
     finished = evaluate("--resume", tmp_path / "run", "--data", others)
     assert finished.status == 0
     assert "DATA.VAL_SPLIT" not in finished.out
-    finished = evaluate("--resume", tmp_path / "run", "--data", data)
+    finished = evaluate("--resume", tmp_path / "run", "--data", f"{data}/../{data.name}")
+    assert finished.status == 0
+    assert "12 of the 48 images" in finished.out
+    moved = data.rename(tmp_path / "moved")
+    finished = evaluate("--resume", tmp_path / "run", "--data", moved)
     assert_one_line(finished, "it has no val/ folder; found: train; DATA.VAL_SPLIT 0.1 would")

@@ -67,7 +67,10 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         images, notes = _image_files(train, classes, val)
     val_images, val_notes = _image_files(val, classes, train)
     if val == root:
-        notes.append(f"{printable(root)} has no val/ folder: its class folders are used")
+        notes.append(
+            f"{printable(root)} has no val/ folder: all images of its class folders are used; the"
+            " run's DATA.VAL_SPLIT would leave out those it was trained on, if they are among them"
+        )
     elif name != "val":
         notes.append(
             f"{printable(root)} has no val/ folder: the images of {name}/ are used for validation"

@@ -119,11 +119,13 @@ def test_what_is_not_finite_stays_so(dtypes, kernels):
 
 @each_dtype
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_dropout_follows_its_seed_in_both_directions(gated, dtypes, kernels):
-    rows, weights, ends, grad = ffn_inputs([33, 0, 47], 40, 64, dtypes, gated=gated)
+@pytest.mark.parametrize(("model_dim", "hidden_dim"), [(40, 64), (2112, 80)])
+def test_dropout_follows_its_seed_in_both_directions(model_dim, hidden_dim, gated, dtypes, kernels):
+    """The hidden units of the second size are computed in several steps."""
+    rows, weights, ends, grad = ffn_inputs([33, 0, 47], model_dim, hidden_dim, dtypes, gated=gated)
     seed, activation = torch.tensor([123]), "silu" if gated else "gelu"
     threshold, scale = Dropout.of(0.3)
-    kept = (seeded_noise(seed, 80, 64) >= threshold).double() * scale
+    kept = (seeded_noise(seed, 80, hidden_dim) >= threshold).double() * scale
     expected = by_reference(rows, weights, ends, grad, activation, kept)
     order = torch.arange(80)
     plan = (order, ends, order.unsqueeze(1), None)

@@ -212,8 +212,10 @@ def test_packed_weights_give_what_the_weights_do(dtypes, kernels):
 
 
 @pytest.mark.parametrize("kernels", SETS)
-def test_packed_weights_drop_out_what_the_weights_do(kernels):
-    rows, weights, ends, _ = ffn_inputs([20, 0, 7], 32, 64, FP32)
+@pytest.mark.parametrize(("model_dim", "hidden_dim"), [(32, 64), (2112, 96)])
+def test_packed_weights_drop_out_what_the_weights_do(model_dim, hidden_dim, kernels):
+    """The hidden units of the second size are computed in several steps."""
+    rows, weights, ends, _ = ffn_inputs([20, 0, 7], model_dim, hidden_dim, FP32)
     packed, outcomes = pack_weights(weights, rows.dtype, "silu", kernels), []
     for each in (packed, weights):
         torch.manual_seed(0)
