@@ -46,12 +46,27 @@ def choice_for(args: argparse.Namespace) -> "Choice | None":
         raise UserError("--output is empty, it must be a directory")
     output = args.output or output_for(args.data)
     if args.resume == "auto" and Path(output, "config.yaml").is_file():
+        if not args.output:
+            _check_same_pictures(args.data, Path(output, "config.yaml"))
         args.run, args.output, args.resume = output, None, None
         continue_run(args)
         return None
     if args.resume not in (None, "auto"):
         raise UserError(f"--resume {args.resume}: needs the --cfg that its run was trained with")
     return choose(args.data, args.opts, output)
+
+
+def _check_same_pictures(data: str, config: Path) -> None:
+    """Raise UserError if the run whose directory has the folder's name is of other pictures."""
+    from swinv2_moe.config import load_config
+
+    trained_on = load_config(str(config)).DATA.PATH
+    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (data, trained_on))
+    if first != second:
+        raise UserError(
+            f"--data {data}: {config.parent} holds a run on other pictures ({trained_on}); --output"
+            " names another directory"
+        )
 
 
 def continue_run(args: argparse.Namespace) -> None:

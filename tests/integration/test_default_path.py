@@ -2,13 +2,14 @@
 predicts, with the package's model as a stand-in, and what is printed on the way."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from PIL import Image
-from tool_cases import command
+from tool_cases import assert_one_line, command
 
 import swinv2_moe
 from swinv2_moe.config import config_from_text
@@ -77,6 +78,13 @@ def test_a_folder_is_enough(photos, train_command):
     assert (resumed.status, resumed.err) == (0, "")
     assert "epoch 3/3" in resumed.out
     assert "weights:" not in resumed.out
+    shutil.copytree("photos", "others/photos")
+    other = train_command("--data", "others/photos", "--resume", "auto")
+    assert_one_line(
+        other,
+        "--data others/photos: output/photos holds a run on other pictures (photos); --output names"
+        " another directory",
+    )
 
 
 def test_fit_returns_what_load_returns(photos, capsys):
