@@ -9,7 +9,8 @@ importance, and begins no section for which too little time is left. A section i
 time limit. The results are written after each row: a call that is killed loses the current row.
 They lie in --output: $OUT if that is set, else output/campaign. If $OUT is still empty, the call
 goes on from what lies in output/campaign, which was carried there. A section that exceeded its
-limit runs again with more time, and one that failed runs again, both after all others.
+limit runs again with more time, at most that of a whole call, and one that failed runs again, both
+after all others.
 
 Exit code: 0 if every section ended well, 1 if not, 2 for wrong arguments. Needs no network: the
 packages that are missing or too old come from the folder --packages.
@@ -42,6 +43,7 @@ MOST_MINUTES = 1440  # a day
 RESERVED = 3.0  # seconds reserved for the last report and the end of the last section
 DRY_SECONDS = 30.0  # that a section of a dry run may need
 MORE_TIME = 1.5  # a section that was killed runs again with its earlier limit times this factor
+SHORT = 5.0  # seconds by which the time left may fall short of a whole call
 NO_TESTS = 5  # exit code of pytest
 KEPT_OUTPUT = 12000  # characters that are kept of a section's output, from its end
 
@@ -297,10 +299,11 @@ def run_sections(
 
     folder, records = args.output, state["sections"]
     write_report(state, folder)
+    whole = deadline - time.monotonic() - SHORT
     for section in waiting_sections(chosen_sections(args), records):
         earlier = records.get(section.name, {})
         left = deadline - time.monotonic()
-        needed = seconds_needed(section, earlier, args.dry_run)
+        needed = seconds_needed(section, earlier, args.dry_run, whole)
         reason = obstacle(section, args.dry_run)
         if reason:
             records[section.name] = new_record(f"skipped: {reason}", 0, earlier)
@@ -328,23 +331,28 @@ def chosen_sections(args: argparse.Namespace) -> list[Section]:
 
 def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
     """The sections that are not finished: those that never ended, those that exceeded their limit,
-    and those that failed."""
+    and those that failed. Of the last two, one that ran more often comes later, so that none keeps
+    the others from running again."""
     ranks = {"time limit": 1, "failed": 2}
 
-    def rank(section: Section) -> int:
-        status = records.get(section.name, {"status": ""})["status"]
-        return ranks.get(status.partition(",")[0], 0)
+    def rank(section: Section) -> tuple[int, int]:
+        record = records.get(section.name, {"status": ""})
+        place = ranks.get(record["status"].partition(",")[0], 0)
+        if place == 0:
+            return 0, 0
+        return record["runs"], place
 
     return sorted([s for s in chosen if not is_finished(records.get(s.name))], key=rank)
 
 
-def seconds_needed(section: Section, earlier: dict, is_dry_run: bool) -> float:
-    """With less time left, the section does not begin."""
+def seconds_needed(section: Section, earlier: dict, is_dry_run: bool, whole: float) -> float:
+    """With less time left, the section does not begin. One that was killed does not wait for more
+    than a whole call has."""
     needed = section.seconds
     if is_dry_run:
         needed = DRY_SECONDS
     if earlier.get("status") == "time limit":
-        needed = max(needed, MORE_TIME * earlier["limit"])
+        needed = max(needed, min(MORE_TIME * earlier["limit"], whole))
     return needed
 
 
@@ -358,8 +366,8 @@ def obstacle(section: Section, is_dry_run: bool) -> str:
 
 
 def new_record(status: str, limit: float, earlier: dict) -> dict:
-    tables = earlier.get("tables", {})
-    return {"status": status, "seconds": 0, "limit": limit, "printed": "", "tables": tables}
+    kept = {"tables": earlier.get("tables", {}), "runs": earlier.get("runs", 0) + 1}
+    return {"status": status, "seconds": 0, "limit": limit, "printed": "", **kept}
 
 
 def run_section(

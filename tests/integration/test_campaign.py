@@ -56,7 +56,7 @@ def options(output: Path) -> SimpleNamespace:
 
 
 def record(status: str, limit: float = 5, tables: dict | None = None) -> dict:
-    fields = {"status": status, "limit": limit, "seconds": 1, "printed": ""}
+    fields = {"status": status, "limit": limit, "seconds": 1, "printed": "", "runs": 1}
     return fields | {"tables": tables or {}}
 
 
@@ -137,9 +137,30 @@ def test_what_failed_comes_last_and_what_was_killed_needs_more_time(tmp_path, mo
     )
     order = []
     monkeypatch.setattr(campaign, "run_section", lambda section, *_: order.append(section.name))
+    monkeypatch.setattr(campaign, "SHORT", -1)  # this call has spent some time already
     campaign.run_sections(state, options(tmp_path), time.monotonic() + 600, {})
     assert order == ["interrupted", "missing", "killed", "failed"]
     assert state["sections"]["killed_late"] == record("time limit", 50_000)
+
+
+def test_what_was_killed_after_a_whole_call_has_its_turn_again(tmp_path, monkeypatch):
+    """It never ends in such calls, nor does the other, and a third one always fails."""
+    now, order = [0.0], []
+
+    def run_section(section, found, *_):
+        order.append(section.name)
+        now[0] += 20 if section.name == "failed" else found["limit"]
+        found["status"] = "failed, exit code 1" if section.name == "failed" else "time limit"
+
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(campaign, "run_section", run_section)
+    names = ("killed", "failed", "also_killed")
+    monkeypatch.setattr(campaign, "SECTIONS", [fake_section(name, seconds=60) for name in names])
+    state = new_state(killed=record("time limit", 530), also_killed=record("time limit", 530))
+    state["sections"]["failed"] = record("failed, exit code 1")
+    for _ in range(6):
+        campaign.run_sections(state, options(tmp_path), now[0] + 537, {})
+    assert order == 2 * ["killed", "also_killed", "failed"]
 
 
 def test_a_section_whose_program_is_missing_is_skipped_by_name(tmp_path, monkeypatch):
