@@ -236,7 +236,7 @@ def train(model: LanguageModel, text: Text, args: argparse.Namespace) -> None:
         training = mean_over_ranks(torch.stack(losses).mean())  # waits for a GPU
         seconds += time.perf_counter() - start
         speed = len(losses) * args.batch_size * args.context / seconds
-        say(
+        print_on_first_rank(
             f"step {step:5}   loss {training:.4f}   validation {validate(model, text):.4f}"
             f"   {speed:,.0f} tokens/s"
         )
@@ -316,7 +316,7 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item()
 
 
-def say(line: str) -> None:
+def print_on_first_rank(line: str) -> None:
     """Print on the first rank alone."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, flush=True)
@@ -411,7 +411,9 @@ def main() -> None:
         with equal_tokens(model):
             train(model, parts, args)
         text = generate(model, args.prompt, args.sample, args.device)
-        say("".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text))
+        print_on_first_rank(
+            "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)
+        )
         if args.save:
             save_tensors(args.save, model, model.state_dict(), is_main=rank == 0)
 

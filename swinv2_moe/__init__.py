@@ -41,11 +41,11 @@ def fit(
             one picture, or as `load`.
         KeyboardInterrupt: the training was told to stop, and has saved its state.
     """
-    from swinv2_moe.output import say
+    from swinv2_moe.output import print_lines
     from swinv2_moe.train.defaults import choose
 
     choice = choose(data, opts, output)
-    say(*choice.lines, flush=True)
+    print_lines(*choice.lines, flush=True)
     from swinv2_moe.train.run import train
 
     config = choice.config

@@ -60,7 +60,7 @@ def _without_users(word: re.Match) -> str:
     return _USER.sub(r"\1***@", head + at) + tail
 
 
-def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
+def print_lines(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
     """Print each of `lines` as one line on stdout, or on `file`."""
     print(*map(printable, lines), sep="\n", file=file or sys.stdout, flush=flush)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 OWNER = ".owner"
 _BEAT_SECONDS = 10
@@ -39,7 +39,7 @@ def owner_file(directory: Path, reason: OSError, name: str) -> Iterator[None]:
     file = directory / OWNER
     content = json.dumps(_this_process()).encode()
     _create(file, content, name)
-    say(
+    print_lines(
         f"warning: {name}: the file system has no locks ({reason.strerror}); {OWNER} keeps other"
         " processes out",
         file=sys.stderr,

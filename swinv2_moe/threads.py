@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 _SAMPLE_SECONDS = 0.1
 # CPU quota of a container (cgroup v2): microseconds of CPU time, microseconds of a period
@@ -51,7 +51,7 @@ def choose_threads() -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     reason = f"{cores} cores, {idle:.1f} of them idle"
-    say(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
+    print_lines(f"{threads} CPU threads ({reason}; OMP_NUM_THREADS overrides)", file=sys.stderr)
 
 
 def available_cores() -> int:

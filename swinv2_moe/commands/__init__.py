@@ -20,7 +20,7 @@ from io import TextIOWrapper
 
 import argcomplete
 
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.threads import choose_threads
 
 COMMANDS = {  # the help of each command
@@ -82,7 +82,7 @@ def run(name: str) -> None:
     from swinv2_moe.commands.call import run_command  # here, since --version does not need it
 
     if name != old_name and "_ARGCOMPLETE" not in os.environ:
-        say(f"`{old_name}` is now `{name}`", file=sys.stderr)
+        print_lines(f"`{old_name}` is now `{name}`", file=sys.stderr)
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
 
 
@@ -92,10 +92,10 @@ def main() -> None:
         complete(os.environ["COMP_LINE"])
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help", "help"):
-        say(*overview().split("\n"))
+        print_lines(*overview().split("\n"))
         return
     if words[0] == "--version":
-        say(f"swinv2-moe {version('swinv2-moe')}")
+        print_lines(f"swinv2-moe {version('swinv2-moe')}")
         return
     name = words[0].replace("_", "-")
     if name not in COMMANDS and name not in RENAMED:
@@ -103,7 +103,7 @@ def main() -> None:
         hint = "; `swinv2-moe --help` lists them"
         if nearest:
             hint = f"; did you mean {nearest[0]!r}?"
-        say(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
+        print_lines(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"swinv2-moe {name}"] + words[1:]
     run(name)

@@ -18,7 +18,7 @@ from swinv2_moe.commands.faults import explain_fault, own_message
 from swinv2_moe.commands.interrupt import INTERRUPTED, end_interrupted
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.imports import import_arguments
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ def run_command(main: Callable[[], None]) -> None:
         if message is None:
             raise
         # Every rank prints, because each knows a different part of the failure.
-        say(f"error: {message}", file=sys.stderr, flush=True)
+        print_lines(f"error: {message}", file=sys.stderr, flush=True)
         # What threads, destructors and exit functions print from now on is a consequence.
         sys.stderr = io.StringIO()
         sys.exit(1)
@@ -66,7 +66,7 @@ def _report_thread(report: threading.ExceptHookArgs) -> None:
     if line is None:
         threading.__excepthook__(report)
     else:
-        say(f"warning: {line}", file=sys.stderr, flush=True)
+        print_lines(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _fault_of_machine(error: Exception) -> str | None:
@@ -90,13 +90,13 @@ def _print_once(message: str) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        say(f"error: {message}", file=sys.stderr, flush=True)
+        print_lines(f"error: {message}", file=sys.stderr, flush=True)
         return
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         first_of_node = os.environ.get("LOCAL_RANK") == "0"
         time.sleep(5 if first_of_node else 10)
-    say(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
+    print_lines(f"error: {message} (rank {rank})", file=sys.stderr, flush=True)
 
 
 def command_line(name: str, launcher: Sequence[str] = ()) -> list[str]:
@@ -181,7 +181,7 @@ def run_tool(name: str, *arguments: object) -> None:
     """Print and run another command, such as "few-shot", with this process's --import files. Ends
     like `run_process`."""
     words = import_arguments() + [str(argument) for argument in arguments]
-    say("", f"$ {shlex.join(command_line(name) + words)}", flush=True)
+    print_lines("", f"$ {shlex.join(command_line(name) + words)}", flush=True)
     run_process([sys.executable, "-m", "swinv2_moe", name] + words)
 
 

@@ -18,7 +18,7 @@ from swinv2_moe.commands.call import next_line, run_tool
 from swinv2_moe.commands.options import CommandParser, add_checkpoint_arguments, check_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_data, check_run
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def main() -> None:
         resume, output, args.experts or 0, args.data, args.dataset, args.opts, args.images
     )
     if selected:
-        say(selected)
+        print_lines(selected)
     show(result)
     keys = distillation_keys(result.config, output, resume, args.epochs or EPOCHS)
     words = ["--cfg", output / "config.yaml", "--output", distilled_run(output)]
@@ -91,7 +91,7 @@ def main() -> None:
     if args.epochs:
         run_tool("train", *words)
     else:
-        say(
+        print_lines(
             f"next: {next_line('evaluate', output)}",
             f"or a short training with the original as the teacher: {next_line('train', *words)}",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.config.load import comment, config_names, find_config
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console
 
 # Not experiments: recipes that other configurations start from, and plans of `swinv2-moe sweep`
@@ -29,7 +29,7 @@ def main() -> None:
     if args.markdown:
         from swinv2_moe.measure import model_table
 
-        say(*model_table.markdown(model_table.rows()).splitlines())
+        print_lines(*model_table.markdown(model_table.rows()).splitlines())
         return
     console = Console()
     for name in args.names:

@@ -22,7 +22,7 @@ from swinv2_moe.commands.call import next_line
 from swinv2_moe.commands.options import CommandParser, add_checkpoint_argument, add_opts_argument
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.input_paths import check_files_exist
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
@@ -236,19 +236,19 @@ def run(args: argparse.Namespace) -> None:
     if args.command == "export":
         source, selected = select_checkpoint(args.source, args.checkpoint)
         if selected:
-            say(selected)
+            print_lines(selected)
         legacy = not args.newer
         files = export_weights(
             args.kind, Path(source), Path(args.output), args.ranks, legacy, args.dtype
         )
-        say(*written(files))
+        print_lines(*written(files))
         if args.kind == "hub":
-            say(f"{args.output}/README.md says how to load and upload it")
+            print_lines(f"{args.output}/README.md says how to load and upload it")
     elif args.command == "import":
         names = class_names(args.class_names)
         output = Path(args.output)
         notes = import_weights(args.kind, Path(args.source), output, config, names, args.noise)
-        say(
+        print_lines(
             *notes,
             *written([output]),
             f"next: {next_line('evaluate', args.output)} --data DIR",
@@ -258,10 +258,10 @@ def run(args: argparse.Namespace) -> None:
             source, _ = select_checkpoint(args.source, args.checkpoint)
             summary = summarize(Path(source))
         except DamagedError as error:  # of meta.json: the rest cannot be read
-            say(f"error: {error}", file=sys.stderr)
+            print_lines(f"error: {error}", file=sys.stderr)
             sys.exit(1)
         if args.json:
-            say(*json.dumps(dataclasses.asdict(summary), indent=1).split("\n"))
+            print_lines(*json.dumps(dataclasses.asdict(summary), indent=1).split("\n"))
         else:
             show(summary)
         sys.exit(int(bool(summary.damaged)))

@@ -27,7 +27,7 @@ from swinv2_moe.commands.options import (
 from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console
 
 IS_MAIN = os.environ.get("RANK", "0") == "0"
@@ -127,7 +127,7 @@ def train(args: argparse.Namespace, config) -> None:
         trained = (
             f"{counts['trained']:,} of them trained ({counts['trained_experts']:,} of experts)"
         )
-        say(f"{counts['all']:,} parameters, {trained}")
+        print_lines(f"{counts['all']:,} parameters, {trained}")
     report(run.train(config, args.resume), None)
 
 
@@ -154,7 +154,7 @@ def chosen_checkpoint(args: argparse.Namespace) -> str:
 def say_once(line: str) -> None:
     """Print a line on the main rank, if it is not empty."""
     if line and IS_MAIN:
-        say(line, flush=True)
+        print_lines(line, flush=True)
 
 
 def check(config, splits: list[str]) -> None:
@@ -166,7 +166,7 @@ def check(config, splits: list[str]) -> None:
 
     if IS_MAIN:
         for annotations in datasets.check_datasets(config, splits):
-            say(annotations, flush=True)
+            print_lines(annotations, flush=True)
 
 
 def report(metrics: dict, output: str | None) -> None:
@@ -176,7 +176,7 @@ def report(metrics: dict, output: str | None) -> None:
         if metrics:
             Console().print(datasets.table_of(metrics))
         else:
-            say("no average precision: nothing was validated")
+            print_lines("no average precision: nothing was validated")
         write_results(output, metrics)
 
 
@@ -188,11 +188,11 @@ def show(args: argparse.Namespace, config) -> None:
     checkpoint = chosen_checkpoint(args)
     say_once(run.use_trained_classes(config, checkpoint, ["test"], any_names=True))
     for file, objects in show(config, checkpoint, args.images, output, args.threshold):
-        say(f"{file}: {objects} objects")
+        print_lines(f"{file}: {objects} objects")
 
 
 def export(args: argparse.Namespace, config) -> None:
     from swinv2_moe.detection import run
 
     run.export_pth(config, chosen_checkpoint(args), args.file)
-    say(f"{args.file}: for mmdetection's tools, with {args.config}")
+    print_lines(f"{args.file}: for mmdetection's tools, with {args.config}")

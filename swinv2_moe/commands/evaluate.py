@@ -23,7 +23,7 @@ from swinv2_moe.commands.options import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_data, check_run
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 EXTREMES = 5  # with many classes, the table shows this number of the worst and of the best classes
@@ -147,4 +147,4 @@ def main() -> None:
     write_results(args.output, results)
     if args.sweep:
         draw_sweep(results, figure_of(args))
-        say(f"figure: {figure_of(args)}")
+        print_lines(f"figure: {figure_of(args)}")

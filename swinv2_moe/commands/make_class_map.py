@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         raise UserError(
             f"--output {args.output}: {(error.strerror or str(error)).lower()}"
         ) from error
-    say(
+    print_lines(
         f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row to take"
         " over"
     )
@@ -49,4 +49,4 @@ def main() -> None:
         shown = missing[:5]
         if len(missing) > len(shown):
             shown.append("...")
-        say(f"new: {', '.join(shown)}")
+        print_lines(f"new: {', '.join(shown)}")

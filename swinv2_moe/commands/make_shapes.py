@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.data.prepare.shapes import Options, make_shapes
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def main() -> None:
@@ -24,4 +24,4 @@ def main() -> None:
     args = vars(parser.parse_args())
     directory = args.pop("directory")
     for split, objects in make_shapes(directory, Options(**args)).items():
-        say(f"{directory / split}: {args[split]:,} images, {objects:,} objects")
+        print_lines(f"{directory / split}: {args[split]:,} images, {objects:,} objects")

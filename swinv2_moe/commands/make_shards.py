@@ -14,7 +14,7 @@ import os
 import time
 
 from swinv2_moe.commands.options import CommandParser
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def arguments() -> argparse.Namespace:
@@ -88,16 +88,18 @@ def main() -> None:
     else:
         index = make(args)
     seconds = time.monotonic() - started
-    say(f"{args.index or args.output}: {len(index['class_names']):,} classes, {seconds:.0f} s")
+    print_lines(
+        f"{args.index or args.output}: {len(index['class_names']):,} classes, {seconds:.0f} s"
+    )
     for split in SPLITS:
         shards = index[split]["shards"]
         images = sum(shard["images"] for shard in shards)
         size = sum(shard["bytes"] for shard in shards)
         left_out = sum(shard["left_out"] for shard in shards)
-        say(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
+        print_lines(f"{split}: {images:,} images in {len(shards):,} shards, {size / 1e6:,.1f} MB")
         if left_out:
             first = next(shard.get("first_left_out") for shard in shards if shard["left_out"])
-            say(
+            print_lines(
                 f"{split}: {left_out:,} images missing, empty or broken, left out; the first:"
                 f" {first}"
             )

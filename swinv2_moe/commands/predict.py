@@ -26,7 +26,7 @@ from swinv2_moe.commands.options import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist, check_run
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.predict.prediction import (
     BATCH_SIZE,
     TOP_K,
@@ -170,6 +170,6 @@ def main() -> None:
         write_text(args.output, text)
     unreadable = [prediction for prediction in predictions if prediction.error is not None]
     for prediction in unreadable:
-        say(f"{prediction.file}: cannot be read ({prediction.error})", file=sys.stderr)
+        print_lines(f"{prediction.file}: cannot be read ({prediction.error})", file=sys.stderr)
     if unreadable:
         sys.exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def count(text: str) -> int | None:
@@ -39,11 +39,11 @@ def main() -> None:
     target = args.output or args.source
     missing = lay_out(args.source, target)
     for part in missing:
-        say(f"missing: {part}")
+        print_lines(f"missing: {part}")
     if missing:
         raise UserError(
             f"{args.source}: {len(missing)} of the {len(PARTS)} parts of COCO are not there"
         )
     for file, images in splits(target):
-        say(check_split(file, images, args.decode), flush=True)
-    say(f"{target} is complete")
+        print_lines(check_split(file, images, args.decode), flush=True)
+    print_lines(f"{target} is complete")

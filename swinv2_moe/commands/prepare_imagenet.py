@@ -9,7 +9,7 @@ import pickle
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 # Raised by torchvision for missing or damaged archives.
 _DAMAGE = (
@@ -33,6 +33,6 @@ def main() -> None:
 
     try:
         for split in ("train", "val"):
-            say(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
+            print_lines(f"{split}: {len(ImageNet(directory, split))} images in 1,000 classes")
     except _DAMAGE as error:
         raise UserError(f"{directory}: {' '.join(str(error).split())}") from error

@@ -22,7 +22,7 @@ from swinv2_moe.commands.options import (
     write_text,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.report_validation import Validation
@@ -89,7 +89,7 @@ def read_begun(directories: list[Path], wait: bool) -> list[RunRecord]:
             if not wait:
                 raise
             if not told:
-                say(f"waiting: {error}", flush=True)
+                print_lines(f"waiting: {error}", flush=True)
             told = True
             time.sleep(POLL)
 
@@ -129,5 +129,5 @@ def write_report(
         refresh = args.watch
     page = render(runs, used, refresh)
     write_text(output, page)
-    say(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
+    print_lines(f"{output}: {len(page) / 1e6:.1f} MB", flush=True)
     return finished

@@ -28,7 +28,7 @@ from swinv2_moe.commands.options import (
 )
 from swinv2_moe.commands.sweep import add_run_arguments, check_runs, run_all, show
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.sweep import SweepPlan
@@ -93,7 +93,9 @@ def read_plan(args: argparse.Namespace) -> SweepPlan:
 
 def main() -> None:
     args = parse()
-    say("scaling leaves in the next release: `sweep` with a plan replaces it", file=sys.stderr)
+    print_lines(
+        "scaling leaves in the next release: `sweep` with a plan replaces it", file=sys.stderr
+    )
     args.transfer, args.images = None, 0
     plan = read_plan(args)
     output = Path(args.output)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:  # it imports torch
     from swinv2_moe.data.prepare.shard_exchange import Exchange
@@ -65,7 +65,7 @@ def main() -> None:
     if notes:
         note = f" ({', '.join(notes)})"
     rate = f"{done.bytes / done.seconds:,.0f} bytes/s"
-    say(
+    print_lines(
         f"{args.local}: {done.shards:,} shards, {done.bytes:,} bytes in {done.seconds:.1f} s,"
         f" {rate}{note}"
     )

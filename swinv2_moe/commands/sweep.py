@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from swinv2_moe.commands.options import CommandParser, output_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import import_arguments
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.sweep import SweepPlan, Variant
@@ -188,7 +188,7 @@ def show(plan: SweepPlan, output: Path, quiet: bool = False) -> None:
     write(output / "results.md", table)
     write(output / "results.json", json.dumps(as_json(results, plan), indent=1) + "\n")
     if not quiet:
-        say(*table.splitlines())
+        print_lines(*table.splitlines())
 
 
 def write(file: Path, text: str) -> None:
@@ -280,7 +280,7 @@ class Jobs:
                         errors.append(error)
                     elif error is not None:
                         raise error
-                    say(f"{name}: {error or 'done'}", flush=True)
+                    print_lines(f"{name}: {error or 'done'}", flush=True)
                     after_each()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -23,7 +23,7 @@ from swinv2_moe.commands.options import (
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_training
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
     from swinv2_moe.train.defaults import Choice
@@ -138,10 +138,10 @@ def main() -> None:
         config, largest = choice.config, choice.largest_batch
         continuation = resume_command(None, output=config.OUTPUT, bind=args.bind)
         if is_main:
-            say(*choice.lines, flush=True)
+            print_lines(*choice.lines, flush=True)
     check_training(config, args.resume)
     if is_main and sys.stdout.isatty():
-        say(f"run directory {config.OUTPUT}; importing torch", flush=True)
+        print_lines(f"run directory {config.OUTPUT}; importing torch", flush=True)
     import psutil
 
     from swinv2_moe.train.run import train
@@ -151,7 +151,7 @@ def main() -> None:
     summary = train(config, args.resume, continuation, args.bind, began, check_files, largest)
     if is_main and summary:
         output = Path(config.OUTPUT)
-        say(
+        print_lines(
             f"next: {next_line('report', output)}",
             f"      {next_line('predict', output)} PICTURES",
             f"      {next_line('export', output)} --output {output / 'exported'}",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.live_run import LiveRun
@@ -68,7 +68,7 @@ def wait(run: LiveRun, every: float) -> None:
         UserError: the run has ended without a logged step.
     """
     if run.last is None:
-        say(f"waiting: {run.directory} has not logged a step yet", flush=True)
+        print_lines(f"waiting: {run.directory} has not logged a step yet", flush=True)
     while run.last is None:
         if run.state(time.time()) == "stopped":
             raise UserError(f"{run.directory}: has logged no step, and is not running")

@@ -16,7 +16,7 @@ from pathlib import Path
 from swinv2_moe.commands.call import program, run_tool
 from swinv2_moe.commands.options import CommandParser, add_opts_argument, check_opts
 from swinv2_moe.errors import UserError
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 MODELS = {"MoE": "8expert", "dense": "dense"}
@@ -63,7 +63,7 @@ def main() -> None:
         transfer_data = image_folder(Path(args.transfer), output / "data" / "transfer")
     else:
         pretrain_data, transfer_data = write_digit_folders(output.absolute() / "digits")
-        say(*WHERE_PHOTOGRAPHS_ARE.split("\n"))
+        print_lines(*WHERE_PHOTOGRAPHS_ARE.split("\n"))
     started = time.perf_counter()
     make_shards(pretrain_data, output)
     for name in MODELS.values():

@@ -14,7 +14,7 @@ from swinv2_moe.config.reference import describe, markdown
 from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 
 def main() -> None:
@@ -37,9 +37,9 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     try:
         if args.markdown:
-            say(*markdown().splitlines())
+            print_lines(*markdown().splitlines())
         elif described:
-            say(*described.split("\n"))
+            print_lines(*described.split("\n"))
         else:
             _print_keys()
         sys.stdout.flush()
@@ -55,7 +55,7 @@ def _print_keys() -> None:
         line = f"{key}: {value!r}"
         if key in allowed:
             line += f"  # {', '.join(str(choice) or repr(choice) for choice in allowed[key])}"
-        say(line)
+        print_lines(line)
 
 
 if __name__ == "__main__":

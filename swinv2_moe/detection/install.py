@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from moe_core.files import exclusive_lock
-from swinv2_moe.output import say
+from swinv2_moe.output import print_lines
 
 _ROOT = Path(__file__).parents[2]
 _COMPILER = """#!/bin/sh
@@ -76,7 +76,7 @@ def compiled_wheel(log: Path) -> Path:
     pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
     with exclusive_lock(directory / ".lock"):
         if not list(directory.glob(pattern)):
-            say(
+            print_lines(
                 f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.",
                 flush=True,
             )

@@ -366,7 +366,7 @@ def checkpoint(
         directory,
         step.world,
         policy,
-        say=lambda text: None,
+        print_line=lambda text: None,
         report=costs.append,
     )
     meta = describe(step.model, step=0, config="", class_names=[])

@@ -193,14 +193,14 @@ class Distillation:
                 )
         self.chunks = self.cache.open(view)
         self.view = view
-        recorder.say(self._line(view, num_missing))
+        recorder.print_lines(self._line(view, num_missing))
 
     def _complete(self, view: int, recorder: Recorder, check_stop: Callable[[], None]) -> int:
         """Compute what is missing of a view. Returns the number of these images."""
         problems = self._problems(view)  # another run may have written some meanwhile
         for chunk, problem in sorted(problems.items()):
             if problem != "is missing":
-                recorder.say(
+                recorder.print_lines(
                     f"{self.cache.folder}: part {chunk} of view {view} {problem};"
                     " it is computed again"
                 )
@@ -220,7 +220,9 @@ class Distillation:
             while not self.world.agree(self._try_lock(view, stack) if self.world.is_main else True):
                 if not told:
                     told = True
-                    recorder.say(f"teacher: another run computes view {view + 1}; waiting for it")
+                    recorder.print_lines(
+                        f"teacher: another run computes view {view + 1}; waiting for it"
+                    )
                 time.sleep(_SECONDS_BETWEEN_LOCKS)
                 check_stop()
             yield
@@ -317,7 +319,7 @@ class Distillation:
                 if time.perf_counter() - told > _SECONDS_BETWEEN_LINES:
                     told = time.perf_counter()
                     left = in_words((num_missing - images) / rate)
-                    recorder.say(
+                    recorder.print_lines(
                         f"{title}: {images:,} of {num_missing:,} images,"
                         f" {rate:,.0f} images/s, {left} left"
                     )

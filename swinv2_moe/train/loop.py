@@ -183,7 +183,7 @@ class Trainer:
         progress.epoch_seconds = 0.0
         self.epoch_started = time.perf_counter()
         if progress.to_target.validated(epoch, progress.step, accuracy.top1, self.joules):
-            recorder.say(str(progress.to_target))
+            recorder.print_lines(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
         if is_best or progress.finished or is_due:
             self.save(saver, is_best, partial=not (is_best or progress.finished))
@@ -274,13 +274,13 @@ class Trainer:
         """Report a skipped step, and a diverging loss."""
         progress = self.progress
         if result.was_skipped:
-            recorder.say(
+            recorder.print_lines(
                 f"step {progress.step}: loss or gradient not finite, skipped"
                 f" ({progress.skipped} so far)"
             )
         warning = progress.loss_watch.add(result.loss)
         if warning:
-            recorder.say(f"warning: step {progress.step}: {warning}")
+            recorder.print_lines(f"warning: step {progress.step}: {warning}")
 
     def _record_step(
         self, recorder: Recorder, result: StepResult, rate: float, data_wait: float
@@ -331,7 +331,7 @@ class Trainer:
             "seconds": seconds,
         }
         recorder.epoch(values, self.progress.step)
-        recorder.say(
+        recorder.print_lines(
             f"epoch {epoch}/{self.progress.epochs}  train loss {train_loss:.4f}"
             f"  val loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f}%"
             f"  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"

@@ -72,7 +72,7 @@ class Recorder:
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
             _forget_after(directory / "metrics.jsonl", step)
-            self.trackers = open_trackers(directory, step, tracker, self.say)
+            self.trackers = open_trackers(directory, step, tracker, self.print_lines)
             self.metrics = self.files.enter_context(
                 (directory / "metrics.jsonl").open("a", buffering=1)
             )
@@ -85,14 +85,14 @@ class Recorder:
             self.files.callback(tracker.close, self.finished)
         self.files.close()
 
-    def say(self, *lines: str) -> None:
+    def print_lines(self, *lines: str) -> None:
         """Print lines at the terminal."""
         self.console.print(*lines)
 
     def lose(self, error: OSError) -> None:
         """Report the first record that could not be written."""
         if not self.losing:
-            self.say(
+            self.print_lines(
                 f"{self.directory} cannot be written, what is recorded from now on may be lost:"
                 f" {error}"
             )
@@ -110,7 +110,8 @@ class Recorder:
     def engine_log(self) -> Iterator[None]:
         """Print moe_core's log messages (kernels, decided strategies) until the end of the
         block."""
-        logger, handler = logging.getLogger("moe_core"), CallingHandler(self.say, logging.INFO)
+        logger = logging.getLogger("moe_core")
+        handler = CallingHandler(self.print_lines, logging.INFO)
         level = logger.level
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)

@@ -119,7 +119,7 @@ def train(
         with run_events(recorder, trainer, phases.began, staging):
             trainer.fit(recorder, saver)
         if trainer.stopped_by:
-            recorder.say(_stopped(trainer, resume_command))
+            recorder.print_lines(_stopped(trainer, resume_command))
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if trainer.progress.finished:
@@ -191,7 +191,7 @@ def _open_recorder(
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary
         recorder.config(trainer.config.yaml)
-    recorder.say(*first_lines)
+    recorder.print_lines(*first_lines)
     return recorder
 
 
@@ -204,7 +204,7 @@ def _open_saver(
 ) -> Saver:
     """A saver of the run. Without a checkpoint `best`, the next validation is the best one."""
     world, config = trainer.world, trainer.config.checkpoint
-    saver = Saver(root, world, config, source, recorder.say, recorder.checkpoint)
+    saver = Saver(root, world, config, source, recorder.print_lines, recorder.checkpoint)
     has_best = world.agree(saver.has_best)
     if not has_best and not trainer.progress.finished:
         trainer.progress.best_top1 = -1.0
@@ -217,7 +217,7 @@ def _record_end(
 ) -> None:
     if not was_finished:
         recorder.summary(summary)
-    recorder.say(*closing_lines(trainer, summary, root))
+    recorder.print_lines(*closing_lines(trainer, summary, root))
 
 
 def _stopped(trainer: Trainer, resume_command: str) -> str:

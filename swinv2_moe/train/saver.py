@@ -183,7 +183,7 @@ class Saver:
         config: which checkpoints are kept, and what a partial save leaves out.
         source: the checkpoint that the run resumes from, if any. Newer ones in `root` are renamed
             to set-aside-*.
-        say: prints a line for the user; called from any thread.
+        print_line: prints a line for the user; called from any thread.
         report: called with the cost of each save on this rank.
     """
 
@@ -193,13 +193,13 @@ class Saver:
         world: World,
         config: CheckpointConfig,
         source: Checkpoint | None = None,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         report: Callable[[Cost], None] = lambda cost: None,
     ) -> None:
         self.root = root
         self.world = world
         self.config = config
-        self.say = say
+        self.print_line = print_line
         self.report = report
         self.staging = StagingBuffers(config.staging_mb * 2**20)
         # The thread has a process group of its own: collectives of two threads in one group could
@@ -370,7 +370,7 @@ class Saver:
             if order_of(path) > newest:
                 aside = free_name(self.root / f"set-aside-{path.name}")
                 path.rename(aside)
-                self.say(f"this run goes on from step {step}: {path} is now {aside.name}")
+                self.print_line(f"this run goes on from step {step}: {path} is now {aside.name}")
         for link in self._links():
             if link.is_symlink() and not link.exists():
                 link.unlink()
@@ -428,7 +428,7 @@ class Saver:
         try:
             self._point_and_prune(final, is_best)
         except OSError as error:
-            self.say(
+            self.print_line(
                 f"{final.name} is saved, but what lies beside it could not be put in order: {error}"
             )
 
@@ -476,7 +476,7 @@ class Saver:
         if self.previous:
             newest = self.previous.directory.name
         if self.world.is_main:
-            self.say(
+            self.print_line(
                 f"the checkpoint of step {meta['step']} was not saved, the newest is {newest}:"
                 f" {error}"
             )

@@ -131,15 +131,15 @@ class TensorBoard:
 class Background:
     """A tracker whose calls run in a separate thread, in order.
 
-    Training does not wait for the service. An error of the service does not end the run: `say` gets
-    one line, and the data are lost.
+    Training does not wait for the service. An error of the service does not end the run: one line
+    is printed, and the data are lost.
     """
 
     def __init__(
-        self, name: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]
+        self, name: str, open_tracker: Callable[[], Tracker], print_line: Callable[[str], None]
     ) -> None:
         self._name = name
-        self._say = say
+        self._print_line = print_line
         self._is_losing = False
         self._calls: queue.Queue = queue.Queue(_MAX_WAITING)
         self._thread = threading.Thread(
@@ -197,19 +197,18 @@ class Background:
 
     def _lose(self, reason: str) -> None:
         if not self._is_losing:
-            self._say(f"TRACKER {self._name}: {reason}")
+            self._print_line(f"TRACKER {self._name}: {reason}")
         self._is_losing = True
 
 
 def open_trackers(
-    directory: Path, step: int, name: str, say: Callable[[str], None]
+    directory: Path, step: int, name: str, print_line: Callable[[str], None]
 ) -> list[Tracker]:
     """The trackers of the run in `directory`, which continues after `step`.
 
     Args:
         name: the value of TRACKER.
-        say: called with a line that says where the run is tracked, and with a line about the first
-            error.
+        print_line: prints where the run is tracked, and the first error.
     """
     trackers: list[Tracker] = [TensorBoard(directory, step)]
     if not name:
@@ -220,10 +219,10 @@ def open_trackers(
         service = SERVICES[name](directory, ids.get(name))
         with atomic_write(directory / _IDS) as file:
             file.write(json.dumps(ids | {name: service.id}).encode() + b"\n")
-        say(f"TRACKER {name}: {service.place}")
+        print_line(f"TRACKER {name}: {service.place}")
         return service
 
-    return trackers + [Background(name, open_service, say)]
+    return trackers + [Background(name, open_service, print_line)]
 
 
 def _read_ids(file: Path) -> dict[str, str]:

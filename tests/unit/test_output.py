@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn
 from swinv2_moe.commands import interrupt
 from swinv2_moe.commands.options import CommandParser
 from swinv2_moe.measure.report import _shown
-from swinv2_moe.output import csv_cell, csv_text, printable, say, without_credentials
+from swinv2_moe.output import csv_cell, csv_text, print_lines, printable, without_credentials
 from swinv2_moe.plots import to_svg
 from swinv2_moe.routing_pictures import shorten
 from swinv2_moe.tables import Console, number_table
@@ -38,7 +38,7 @@ HOSTILE = {
 def test_every_exit_escapes_names(name, capsys):
     shown = HOSTILE[name]
     assert printable(name) == shown
-    say(name, f"class {name}")
+    print_lines(name, f"class {name}")
     assert capsys.readouterr().out == f"{shown}\nclass {shown}\n"
     console = Console(file=io.StringIO(), width=200)
     console.print(name)

@@ -37,7 +37,7 @@ def begin(make_trainer, tmp_path):
     def make(keys=None, root=tmp_path / "checkpoints"):
         trainer, said = make_trainer({"DATA.BATCH_SIZE": 16} | (keys or {})), []
         step(trainer)
-        return trainer, saver_of(trainer, root, say=said.append), said
+        return trainer, saver_of(trainer, root, print_line=said.append), said
 
     return make
 
@@ -261,7 +261,9 @@ def test_going_back_sets_newer_checkpoints_aside(begin):
         step(trainer)
     (saver.root / ".step-00000009.tmp").mkdir()
     said = []
-    saver_of(trainer, saver.root, open_checkpoint(saver.root / "step-00000002"), say=said.append)
+    saver_of(
+        trainer, saver.root, open_checkpoint(saver.root / "step-00000002"), print_line=said.append
+    )
     names = {"step-00000001", "step-00000002", "set-aside-step-00000003"}
     assert {path.name for path in saver.root.iterdir()} == names
     assert "step-00000003 is now set-aside-step-00000003" in said[0]
@@ -272,7 +274,7 @@ def test_two_runs_of_the_same_length_set_aside(begin):
     trainer, saver, _ = begin()
     for name in ("set-aside-step-00000001", "set-aside-step-00000001-1"):
         write(trainer, saver)
-        saver_of(trainer, saver.root, say=lambda line: None)
+        saver_of(trainer, saver.root, print_line=lambda line: None)
         assert (saver.root / name).is_dir()
 
 
