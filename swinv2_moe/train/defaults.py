@@ -440,12 +440,13 @@ RULES = (
     Rule("DATA.VAL_SPLIT", "0.2 where there is no folder for validation", _val_split_rule),
     Rule(
         "DATA.IMG_SIZE",
-        "that of the weights; half as much if the pictures' short side has no more pixels",
+        "that of the weights, or half of it if the pictures' short side is at most that half",
         _image_size,
     ),
     Rule(
         "MODEL.SWINV2.WINDOW_SIZE",
-        "that of the weights; grows with a larger `DATA.IMG_SIZE`, where windows then tile it",
+        "that of the weights; larger in proportion to a larger `DATA.IMG_SIZE`, if such windows"
+        " tile the image",
         _window_size,
     ),
     Rule(
@@ -455,7 +456,7 @@ RULES = (
     ),
     Rule(
         "TRAIN.EPOCHS",
-        "30,000 pictures in all, 60,000 from random weights, in 10 to 60 epochs",
+        "10 to 60: as many as show 30,000 pictures in all (60,000 from random weights)",
         _epochs,
     ),
     Rule("TRAIN.WARMUP_EPOCHS", "a tenth of the epochs, at least 1", _warmup),
