@@ -1,4 +1,4 @@
-"""Documents agree with the repository: links, make targets, files of the README, keys; what README
+"""Documents agree with the repository: links, make targets, the tree of files, keys; what README
 claims is in the results; pages stay short."""
 
 import csv
@@ -53,8 +53,8 @@ def test_make_targets_exist():
             assert set(named) <= targets, document
 
 
-def test_the_tree_of_the_readme_is_the_tree_on_disk():
-    text = (ROOT / "README.md").read_text()
+def test_the_tree_in_contributing_is_the_tree_on_disk():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = re.search(r"## What is inside\n\n```\n(.*?)```", text, re.DOTALL)[1]
     named: dict[str, set[str]] = {}  # by folder
     for line in tree.splitlines():
@@ -69,7 +69,11 @@ def test_the_tree_of_the_readme_is_the_tree_on_disk():
         modules = {path.name for path in (ROOT / package).glob("*.py")}
         packages = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
         assert named[package] == (modules | packages) - {"__init__.py", "__main__.py"}
-    for name in re.findall(r"\b(?:tools|configs|data|examples)/[\w/]+\.(?:py|yaml)", text):
+
+
+def test_files_that_the_readme_names_exist():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\b(?:tools|configs|data|examples)/[\w/]+\.(?:py|yaml|ipynb)", text):
         assert (ROOT / name).is_file(), name
 
 
