@@ -3,9 +3,9 @@
     swinv2-moe compress output/mine --experts 4 --output output/mine4
     swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 5
 
-Experts are removed and merged by what a sample of the training images shows of them. The new run is
-read by every command that reads a run. With --epochs it then learns from the original, and the run
-DIR_distilled is the result.
+A sample of the training images decides which experts are removed and merged. Every command that
+reads a run reads the new one. With --epochs the original then teaches it, and the run DIR_distilled
+is the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the keys of the configuration: `python -m swinv2_moe.config`."""
+"""List the keys of the configuration."""
 
 
 def main() -> None:

@@ -191,8 +191,7 @@ def class_names(file: str | None) -> list[str] | None:
             raise UserError(f"--class-names {file}: line {line} is {short(name)}, a blank name")
         if name in lines:
             raise UserError(
-                f"--class-names {file}: line {line} is {short(name)}, the name of line"
-                f" {lines[name]}"
+                f"--class-names {file}: line {line} repeats {short(name)} of line {lines[name]}"
             )
         lines[name] = line
     return names

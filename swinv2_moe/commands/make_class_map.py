@@ -22,7 +22,7 @@ def main() -> None:
         " of timm's ImageNets, such as imagenet-1k"
     )
     parser.add_argument("pretrained", help=f"the classes of the pretrained classifier: {kinds}")
-    parser.add_argument("classes", help="the classes to come, likewise")
+    parser.add_argument("classes", help="the classes of the new data, in one of these forms")
     parser.add_argument("--output", required=True, metavar="FILE")
     args = parser.parse_args()
     from swinv2_moe.data.classes import NO_CLASS, class_names, map_classes
@@ -42,8 +42,8 @@ def main() -> None:
             f"--output {args.output}: {(error.strerror or str(error)).lower()}"
         ) from error
     print_lines(
-        f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row to take"
-        " over"
+        f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row in"
+        " the pretrained classifier"
     )
     if missing:
         shown = missing[:5]

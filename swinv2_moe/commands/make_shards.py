@@ -23,21 +23,29 @@ def arguments() -> argparse.Namespace:
     parser.add_setting("--dataset", "folder", "as DATA.DATASET", "NAME")
     parser.add_argument("--train-list", metavar="FILE", default="", help="as DATA.TRAIN_LIST")
     parser.add_argument("--val-list", metavar="FILE", default="", help="as DATA.VAL_LIST")
-    parser.add_argument("--output", metavar="SHARDS", help="a new directory, or one that was begun")
-    parser.add_argument("--index", metavar="SHARDS", help="only index what is there")
+    parser.add_argument("--output", metavar="SHARDS", help="a new directory, or an unfinished one")
+    parser.add_argument("--index", metavar="SHARDS", help="only index the tars in this directory")
     parser.add_argument(
-        "--num-classes", type=int, default=0, metavar="N", help="of a list or --index; 0: as found"
+        "--num-classes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="classes of a list or of --index; 0: the highest label + 1",
     )
-    parser.add_setting("--shard-mb", 256, "about", "MB", type=float)
+    parser.add_setting("--shard-mb", 256, "approximate size of a shard", "MB", type=float)
     parser.add_argument(
-        "--short-side", type=int, default=0, metavar="PX", help="larger images become such JPEGs"
+        "--short-side",
+        type=int,
+        default=0,
+        metavar="PX",
+        help="store larger images as JPEGs with this short side",
     )
-    parser.add_setting("--seed", 0, "of the order of the images")
+    parser.add_setting("--seed", 0, "seed of the order of the images")
     parser.add_setting("--workers", os.cpu_count() or 1, "processes")
     parser.add_argument(
         "--check", action="store_true", help="decode every image and leave out broken ones"
     )
-    limit = "of an image that is decoded; larger ones are left out (default: 120 million)"
+    limit = "largest size of a decoded image; larger ones are left out (default: 120 million)"
     parser.add_argument("--max-pixels", type=int, metavar="N", help=limit)
     args = parser.parse_args()
     if bool(args.index) == bool(args.output):

@@ -232,7 +232,7 @@ def print_selection(console: Console, results: dict) -> None:
     if results["selected"]:
         console.print(results["selected"])
     for problem in results["passed_over"]:
-        console.print(f"passed over: {problem}")
+        console.print(f"skipped: {problem}")
 
 
 def print_unreadable(console: Console, results: dict) -> None:

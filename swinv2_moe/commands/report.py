@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
         const=WATCH,
         default=0,
         metavar="SECONDS",
-        help=f"write it again so often until the run has finished (default: {WATCH})",
+        help=f"write the file again every so many seconds until the run ends (default: {WATCH})",
     )
     add_opts_argument(parser)
     args = parser.parse_args()

@@ -32,7 +32,9 @@ def open_exchange() -> Iterator["Exchange | None"]:
         return
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     if per_node != 1:
-        raise UserError(f"--nproc-per-node is {per_node}: stage runs once on each node, take 1")
+        raise UserError(
+            f"--nproc-per-node is {per_node}, it must be 1: stage has one process on each node"
+        )
     from moe_core.parallel import Ranks
     from swinv2_moe.data.prepare.shard_exchange import Exchange
     from swinv2_moe.train.distributed import open_world

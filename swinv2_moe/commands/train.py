@@ -78,7 +78,9 @@ def continue_run(args: argparse.Namespace) -> None:
     config = Path(args.run, "config.yaml")
     for option in ("cfg", "output", "resume"):
         if getattr(args, option) is not None:
-            raise UserError(f"--{option} {getattr(args, option)}: RUN ({args.run}) stands for it")
+            raise UserError(
+                f"--{option} {getattr(args, option)}: RUN ({args.run}) gives it; leave it out"
+            )
     if not config.is_file():
         raise UserError(f"{args.run}: holds no run to continue (no config.yaml); --cfg begins one")
     args.cfg, args.output, args.resume = str(config), args.run, "auto"

@@ -33,7 +33,7 @@ def parse() -> argparse.Namespace:
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="time between two looks at the run (default: 1)",
+        help="time between two reads of the run (default: 1)",
     )
     args = parser.parse_args()
     if not 0 < args.every <= 3600:

@@ -1,8 +1,8 @@
 """Configuration: yacs files and KEY VALUE pairs outside, typed frozen sections inside.
 
 `load_config` reads and checks a yacs tree. `data_config`, `model_config`, `train_config` and
-similar functions return the typed section for one part of the program. `python -m
-swinv2_moe.config` lists every key.
+similar functions return the typed section for one part of the program. `swinv2-moe config`
+lists every key.
 """
 
 from swinv2_moe.config.checks import check_config, choices

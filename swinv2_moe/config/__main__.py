@@ -1,8 +1,8 @@
 """List the keys of the configuration with their defaults and, where they are few, their values.
 
-python -m swinv2_moe.config
-python -m swinv2_moe.config MODEL.MOE     # the keys below, with types, limits and meanings
-python -m swinv2_moe.config --markdown    # tables of all of them
+swinv2-moe config
+swinv2-moe config MODEL.MOE     # the keys below, with types, limits and meanings
+swinv2-moe config --markdown    # tables of all of them
 """
 
 import argparse

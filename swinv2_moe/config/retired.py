@@ -181,8 +181,8 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
         if heir not in new or _is_old(heir, new[heir]) or new[heir] in _SAME.get(key, ()):
             continue
         raise UserError(
-            f"{key} is {shown(value)}, but {heir} is {shown(new[heir])}, which has its value"
-            f" now: leave the former out, and write what is meant in {heir}, for example"
+            f"{key} is {shown(value)}, but {heir} is {shown(new[heir])}, which replaces"
+            f" it: leave {key} out, and set {heir}, for example"
             f" {known[key].became}"
         )
     moved = _moved_strategy(old, new) | _moved_channels(old, new)

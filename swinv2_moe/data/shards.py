@@ -304,9 +304,7 @@ def _check_type(where: str, value: object, kind: type) -> None:
 
 def _why_no_index(root: str) -> str:
     if os.path.exists(os.path.join(root, "plan.json")):
-        return (
-            "`swinv2-moe make-shards` has not finished there; started again as before, it goes on"
-        )
+        return "`swinv2-moe make-shards` has not finished there; run its command again to continue"
     for split in SPLITS:
         if glob.glob(os.path.join(glob.escape(root), split, "*.tar")):
             return (

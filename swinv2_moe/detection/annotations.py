@@ -221,8 +221,7 @@ def _compare_classes(
         if unknown:
             also = f"; it has {listed(unknown)}, not the model's"
         raise UserError(
-            f"{file}: no category {missing[0]!r}, which the model is to know"
-            f"{_such(len(missing))}{also}"
+            f"{file}: no category {missing[0]!r}, a class of the model{_such(len(missing))}{also}"
         )
     if not by_runner:
         file_order = [name for name in names if name in class_names]

@@ -128,8 +128,8 @@ def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:
             if split == "train" and checked[place].missing_classes:
                 missing = ", ".join(map(short, checked[place].missing_classes))
                 raise UserError(
-                    f"{place[0]}: has no category {missing}, which the model is to learn;"
-                    " metainfo.classes of the data set are the model's classes"
+                    f"{place[0]}: has no category {missing}, a class of the model"
+                    " (metainfo.classes of the data set)"
                 )
         if split != "train":
             _check_metric(config, split, [_paths(dataset)[0] for dataset in datasets])

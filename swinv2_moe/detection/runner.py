@@ -144,7 +144,7 @@ class MoERunner(Runner):
             super().load_or_resume()
             return
         for problem in source.skipped:
-            self.logger.warning(f"passed over: {problem}")
+            self.logger.warning(f"skipped: {problem}")
         weights = checkpoint.read_weights_of(source, self.detector)
         checkpoint.load_strategies(source, self.detector)
         self.detector.load_state_dict(weights)
@@ -153,7 +153,7 @@ class MoERunner(Runner):
         if self._resume:
             self._restore(source)
         self._has_loaded = True
-        origin = "going on from" if self._resume else "weights of"
+        origin = "resuming from" if self._resume else "weights of"
         self.logger.info(f"{origin} {source.directory}")
 
     def _find(self) -> Checkpoint | None:

@@ -27,7 +27,7 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
 
     Args:
         source: a run of `train` or `detect` (its newest complete checkpoint is used),
-            a checkpoint, a file of `convert_checkpoint.py export single`, or a file of dense
+            a checkpoint, a file of `convert-checkpoint export single`, or a file of dense
             weights for a dense trunk.
 
     Returns:
@@ -78,12 +78,12 @@ def use_windows(trunk: SwinTransformerV2MoE, windows: Sequence[int] | None, sour
     attention = [stage.blocks[0].attn for stage in trunk.layers]
     if any(any(attn.pretrained_window_size) for attn in attention) or len(windows) != len(current):
         raise UserError(
-            f"{source}: its positions are measured by windows of {list(windows)}, the backbone's "
-            f"by {current}; backbone.pretrained_window_sizes={list(windows)} measures them likewise"
+            f"{source}: its position biases are for windows of {list(windows)}, the backbone's for"
+            f" {current}; set backbone.pretrained_window_sizes={list(windows)}"
         )
     set_windows(trunk, windows)
     MMLogger.get_current_instance().info(
-        f"backbone.pretrained_window_sizes={list(windows)} is taken over from {source}"
+        f"backbone.pretrained_window_sizes={list(windows)}, as in {source}"
     )
 
 

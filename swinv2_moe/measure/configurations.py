@@ -121,8 +121,8 @@ def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Pla
     moe = model_config(load({})).experts
     if moe.layer is None:
         raise UserError(
-            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, a model with experts is to be measured beside its"
-            " dense one"
+            f"{file}: MODEL.MOE.NUM_EXPERTS is 0, it must be above 0: the model with experts is"
+            " compared with its dense one"
         )
     all_combinations = []
     choices = (

@@ -164,7 +164,7 @@ def swin_keys(name: str) -> dict[str, object]:
     model = timm.create_model(name.removeprefix(_TIMM), device="meta")
     if not isinstance(model, SwinTransformerV2):
         raise UserError(
-            f"MODEL.PRETRAINED {name}: is no SwinV2, which --cfg could name a model for"
+            f"MODEL.PRETRAINED {name}: is no SwinV2; without --cfg only a SwinV2 can be used"
         )
     stages: list[Any] = list(model.layers)
     blocks = [list(stage.blocks) for stage in stages]

@@ -85,7 +85,7 @@ def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -
     here = model.position_windows()
     if here and list(trained) != here:
         raise UserError(
-            f"{source}: its position biases know windows of {list(trained)}, the model would use"
+            f"{source}: its position biases are for windows of {list(trained)}, the model would use"
             f" them for {here};"
-            f" MODEL.SWINV2.PRETRAINED_WINDOW_SIZES {str(list(trained)).replace(' ', '')} says so"
+            f" set MODEL.SWINV2.PRETRAINED_WINDOW_SIZES {str(list(trained)).replace(' ', '')}"
         )

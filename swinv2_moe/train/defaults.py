@@ -191,7 +191,7 @@ def look(data: str, given: Mapping[str, object]) -> Pictures:
     if num_train < _LEAST_PER_CLASS * num_classes:
         raise UserError(
             f"--data {data}: has {num_train} pictures to train {num_classes} classes on, at least"
-            f" {_LEAST_PER_CLASS} a class are needed (with 10 or more a class a model is of use)"
+            f" {_LEAST_PER_CLASS} a class are needed (10 or more are recommended)"
         )
     bad_share = given.get("DATA.MAX_BAD_SHARE", config.DATA.MAX_BAD_SHARE)
     assert isinstance(bad_share, float)

@@ -197,7 +197,7 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
         name: of the weights, for the messages.
 
     Returns:
-        The configuration, and messages for the log: what was taken over, and what differs.
+        The configuration, and messages for the log: values that were set, and values that differ.
     """
     given, present = given_keys(config), flatten(config)
     config = config.clone()
@@ -223,12 +223,12 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     try:
         check_config(config)
     except UserError as error:
-        raise UserError(f"{name}: its weights were trained so: {error}") from error
+        raise UserError(f"{name}: with the settings of its weights: {error}") from error
     config.freeze()
     notes = [f"{name}: {trained.line}"] if trained.line else []
     notes += [f"warning: {name}: {line}" for line in differing]
     if taken:
-        notes.append(f"taken over from {name}, whose weights were trained so: {', '.join(taken)}")
+        notes.append(f"settings of the weights {name}: {', '.join(taken)}")
     return config, notes
 
 
@@ -356,7 +356,7 @@ def _head_rows(
     if match.numbers == list(range(len(trained))):
         return None, ()
     count = len(class_names) - len(match.unknown)
-    note = f"{where}: the classifier's rows of {count:,} classes are taken over by name"
+    note = f"{where}: the classifier's rows of {count:,} classes are copied by name"
     if match.unknown:
         note += f", {len(match.unknown):,} classes are new: {shortened(match.unknown)}"
     return match.numbers, (note,)

@@ -389,8 +389,8 @@ class Trainer:
         if source.has("ema") != (step.ema is not None):
             raise UserError(
                 f"checkpoint {source.directory}: its run had averaged weights:"
-                f" {source.has('ema')}, TRAIN.EMA_DECAY is {self.config.train.ema_decay}; a run"
-                " cannot change this on its way"
+                f" {source.has('ema')}, TRAIN.EMA_DECAY is {self.config.train.ema_decay}; this"
+                " cannot change within a run"
             )
         state = step.model.state_dict()
         is_dense = not source.meta["experts"]
@@ -432,8 +432,8 @@ class Trainer:
         training = source.meta["training"]
         if training is None:
             raise UserError(
-                f"checkpoint {source.directory} holds weights alone, no state of a training run to"
-                " go on from; to start from them: MODEL.PRETRAINED"
+                f"checkpoint {source.directory} holds only weights, no training state to"
+                " continue from; to start from them: MODEL.PRETRAINED"
             )
         check_classifier(source.directory, training)
         return training
@@ -456,8 +456,8 @@ class Trainer:
         was_frozen = saved.MODEL.MOE.FREEZE
         if was_frozen != self.config.model.experts.freeze:
             raise UserError(
-                f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which a run cannot"
-                " change on its way; MODEL.PRETRAINED starts another from its weights"
+                f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which cannot change"
+                " within a run; MODEL.PRETRAINED starts another run from its weights"
             )
 
 

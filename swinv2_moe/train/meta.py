@@ -211,8 +211,8 @@ def check_classifier(directory: Path, training: dict) -> None:
     """Raise UserError if the state of a training is a detector's."""
     if _training_form(training) is _DETECTOR_TRAINING:
         raise UserError(
-            f"checkpoint {directory}: is of the training of a detector; `swinv2-moe detect` goes on"
-            " from it"
+            f"checkpoint {directory}: is of the training of a detector; `swinv2-moe detect`"
+            " continues it"
         )
 
 

@@ -177,8 +177,8 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
         return
     if root.resolve() not in source.directory.resolve().parents:
         raise UserError(
-            f"checkpoint {source.directory} has done all steps; to go on from it in {root}, raise"
-            " TRAIN.EPOCHS or TRAIN.MAX_STEPS"
+            f"checkpoint {source.directory} has done all steps; to continue from it in {root},"
+            " raise TRAIN.EPOCHS or TRAIN.MAX_STEPS"
         )
 
 
@@ -222,7 +222,7 @@ def _record_end(
 
 def _stopped(trainer: Trainer, resume_command: str) -> str:
     step = trainer.progress.step
-    return f"{trainer.stopped_by}: stopped after step {step}; to go on: {resume_command}"
+    return f"{trainer.stopped_by}: stopped after step {step}; to continue: {resume_command}"
 
 
 def _check_packages(event_log: bool, tracker: str, world: World) -> None:

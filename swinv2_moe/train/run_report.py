@@ -54,17 +54,17 @@ def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> l
 
 def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     progress = trainer.progress
-    lines = [f"passed over: {problem}" for problem in source.skipped]
+    lines = [f"skipped: {problem}" for problem in source.skipped]
     lines.append(
-        f"going on from {source.directory}, step {progress.step} (epoch {progress.epoch} done)"
+        f"resuming from {source.directory}, step {progress.step} (epoch {progress.epoch} done)"
     )
     ages = source.expert_ages()
     if ages:
         lines.append(ages)
     if progress.to_target.target and "time_to_target" not in source.meta["training"]:
         lines.append(
-            "the checkpoint does not say how long the run has taken: the time to the target counts"
-            " anew"
+            "the checkpoint does not have the duration of the run: the time to the target counts"
+            " from now"
         )
     return lines
 

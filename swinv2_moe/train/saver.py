@@ -299,7 +299,7 @@ class Saver:
             raise UserError(
                 f"the checkpoint of step {step} is not saved: {name} of rank {rank} differs from"
                 " that of rank 0, though every step updates all ranks equally. Check the memory of"
-                " the machines and their versions, and go on from an earlier checkpoint"
+                " the machines and their versions, and resume from an earlier checkpoint"
                 " (--resume auto)"
             )
 
@@ -370,7 +370,7 @@ class Saver:
             if order_of(path) > newest:
                 aside = free_name(self.root / f"set-aside-{path.name}")
                 path.rename(aside)
-                self.print_line(f"this run goes on from step {step}: {path} is now {aside.name}")
+                self.print_line(f"this run continues from step {step}: {path} is now {aside.name}")
         for link in self._links():
             if link.is_symlink() and not link.exists():
                 link.unlink()
@@ -429,7 +429,8 @@ class Saver:
             self._point_and_prune(final, is_best)
         except OSError as error:
             self.print_line(
-                f"{final.name} is saved, but what lies beside it could not be put in order: {error}"
+                f"{final.name} is saved, but its links or older checkpoints could not be updated:"
+                f" {error}"
             )
 
     def _link_experts(self, plan: SavePlan, meta: dict, files: dict) -> dict[str, list[int]]:

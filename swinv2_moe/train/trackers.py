@@ -37,7 +37,7 @@ _FLUSH_SECONDS = 10
 # maximum number of calls in the queue of a slow service; further calls are dropped
 _MAX_WAITING = 1000
 _MAX_ERROR = 200  # characters
-_GOES_ON = "; the run goes on, records there may be lost"
+_GOES_ON = "; the run continues, records there may be lost"
 LAST_SECONDS = 60  # time to send the remaining data when a run ends
 _PROJECT = "swinv2-moe"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # package by extra of pyproject.toml

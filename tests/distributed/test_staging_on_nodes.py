@@ -133,7 +133,7 @@ def stage_and_fail(rank: int, made: Path, locals_: Path, how: str) -> None:
     if how != "another source":  # whose path is in the message
         assert exchange.gather(message) == [message] * dist.get_world_size()
     expected = {
-        "damaged": "shards/train/000001.tar: is damaged, it has not the size and the checksum that"
+        "damaged": "shards/train/000001.tar: is damaged: its size or checksum is not the one that"
         " index.json records (node ",
         "other": "it holds other shards than",
         "another source": "node 1 sees other shards there than node 0",
@@ -161,7 +161,7 @@ def receive_damaged(rank: int, made: Path, locals_: Path) -> None:
         # of the right size: --trust sends it, and the other node compares
         (target / "val").mkdir(parents=True)
         shutil.copy(made / "val/000001.tar", target / "val/000000.tar")
-    with pytest.raises(UserError, match=r"has come damaged from node 0.* \(node 1\)$"):
+    with pytest.raises(UserError, match=r"arrived damaged from node 0.* \(node 1\)$"):
         stage(str(made), str(target), 2, trust=True, exchange=exchange)
     assert not (locals_ / "1/val/000000.tar").exists()
 
@@ -208,7 +208,7 @@ def test_the_command(made, tmp_path, per_node):
     outcomes = Processes(2, tmp_path, function).wait()
     if per_node == "2":
         assert [outcome.status for outcome in outcomes] == [2, 2]
-        message = "--nproc-per-node is 2: stage runs once on each node, take 1"
+        message = "--nproc-per-node is 2, it must be 1: stage has one process on each node"
         assert all(message in outcome.err for outcome in outcomes)
         return
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes

@@ -40,7 +40,7 @@ def test_training_with_a_broken_file_then_more(
 
     more = train_command(*arguments[:6], "--resume", "auto", *arguments[6:])
     assert (more.status, more.err) == (0, "")
-    assert "going on from" in more.out
+    assert "resuming from" in more.out
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["epoch"] for line in lines if "train_loss" in line] == [1, 2]
@@ -99,7 +99,7 @@ BAD_INPUT = {
     "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
     "--resume {root}/a_file": "--resume ... a_file: is a file ... must be a run or a checkpoint",
     "--resume {root}/newer": "newer has format version 9, this program knows 1",
-    "--resume {root}/weights": "weights holds weights alone ... MODEL.PRETRAINED",
+    "--resume {root}/weights": "weights holds only weights ... MODEL.PRETRAINED",
     "--resume {root}/damaged": "damaged: experts/layers.1.blocks.0.mlp.moe/0002 ... is missing",
     "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 8": (
         "layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model ... nothing was loaded"

@@ -137,7 +137,7 @@ def test_a_node_that_dies(lost, data, whole, agents):
     assert status[1 - lost] == 0, world.said()
     said = world.logs[1 - lost].read_text()
     assert "error: " in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "1 process on cpu" in said
     assert_whole(world.run, STEPS, whole)
 

@@ -32,7 +32,7 @@ from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
 STEPS = 8  # of the runs that are compared; six an epoch
 HELD = 4  # the step in which a run waits for its signal
 SLOW = pytest.mark.slow
-SAYS = re.compile(r"(SIGTERM|SIGUSR1|SIGINT): stopped after step (\d+); to go on: (.+)")
+SAYS = re.compile(r"(SIGTERM|SIGUSR1|SIGINT): stopped after step (\d+); to continue: (.+)")
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_the_command_line(number, data, tmp_path):
     words += ["DATA.NUM_WORKERS", "0", "TRAIN.MAX_STEPS", str(step + 1)]
     (again,) = Processes(1, tmp_path, partial(run_script, "tools/train.py", words)).wait()
     assert (again.status, again.err) == (0, "")
-    assert f"going on from {run}/checkpoints/step-{step:08d}, step {step} " in again.out
+    assert f"resuming from {run}/checkpoints/step-{step:08d}, step {step} " in again.out
     assert [number for number, _ in steps(run)] == list(range(1, step + 2))
 
 

@@ -204,7 +204,7 @@ def test_a_job_survives_all_that_happens_to_it(cluster, tmp_path, capsys):
 
     text = log.read_text()
     print(text)
-    assert text.count("going on from") == 3
+    assert text.count("resuming from") == 3
     assert "1 process on cpu" in text  # the second node is gone
     first, second = summary(whole), summary(run)
     assert second["epochs"] == first["epochs"] == EPOCHS

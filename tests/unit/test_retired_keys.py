@@ -163,7 +163,7 @@ def test_a_strategy_is_merged_from_a_file_and_its_base(tmp_path):
         ),
         (
             ["MODEL.MOE.R", "0", "MODEL.MOE.STRATEGY", "d4 2dh"],
-            "MODEL.MOE.R is 0, but MODEL.MOE.STRATEGY is 'd4 2dh', which has its value now",
+            "MODEL.MOE.R is 0, but MODEL.MOE.STRATEGY is 'd4 2dh', which replaces it",
         ),
         (["MODEL.MOE.STRATEGY", "r1 r2"], "'r1 r2': strategy ('r1 r2') has two words for r"),
         (["MODEL.MOE.STRATEGY", ""], "MODEL.MOE.STRATEGY is '': strategy ('') is empty"),

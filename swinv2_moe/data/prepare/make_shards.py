@@ -100,7 +100,7 @@ def _require_webdataset() -> None:
         import webdataset  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "making shards needs the webdataset library: pip install 'swinv2-moe[data]'"
+            "making shards needs the webdataset library: pip install -e '.[data]'"
         ) from error
 
 
@@ -114,7 +114,7 @@ def _new_plan(output: str, writers: "dict[str, _Writer]") -> dict:
     entries = [name for name in os.listdir(output) if not name.startswith(".")]
     if entries:
         raise UserError(
-            f"--output {output}: is not empty and holds no shards that were begun; found:"
+            f"--output {output}: is not empty and holds no unfinished shards; found:"
             f" {sorted(entries)[0]}"
         )
     return {f"{split}_images_per_shard": writer.estimate() for split, writer in writers.items()}

@@ -244,7 +244,7 @@ class _Wave:
             if (copy.bytes, copy.sha256) != (file.bytes, file.sha256):
                 owner = self.request.owners[file]
                 raise UserError(
-                    f"{file.name}: has come damaged from node {owner}, it has not the checksum"
+                    f"{file.name}: arrived damaged from node {owner}: its checksum is not the one"
                     " that index.json records"
                 )
 

@@ -69,8 +69,8 @@ def begin(root: str, asked: dict, more: Callable[[], dict], otherwise: str) -> d
     for key, value in asked.items():
         if plan.get(key) != value:
             raise UserError(
-                f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: go on as it"
-                f" was begun, or {otherwise}"
+                f"{root} was begun with {key} {short(plan.get(key))}, not {value!r}: continue"
+                f" with that value, or {otherwise}"
             )
     return plan
 
@@ -214,8 +214,8 @@ def _results(
                 if process.exitcode == -signal.SIGINT:  # Ctrl-C, which this process gets, too
                     raise KeyboardInterrupt from None
                 raise UserError(
-                    f"a worker ended with status {process.exitcode}; started again, the command"
-                    " goes on"
+                    f"a worker ended with status {process.exitcode}; run the command again to"
+                    " continue"
                 ) from None
             if isinstance(result, UserError):
                 raise result
@@ -234,9 +234,9 @@ def check_left_out(root: str, summaries: list[dict], num_images: int | None = No
     if left_out > MAX_LEFT_OUT * num_images:
         first = next(summary["first_left_out"] for summary in summaries if summary["left_out"])
         raise UserError(
-            f"{left_out:,} of {num_images:,} images are missing, empty or broken, a share of"
-            f" {MAX_LEFT_OUT} may be; the first: {first} (where they come back, remove"
-            f" {root} before the next start)"
+            f"{left_out:,} of {num_images:,} images are missing, empty or broken, at most a share"
+            f" of {MAX_LEFT_OUT} is allowed; the first: {first} (if you restore them, remove {root}"
+            " before you run the command again)"
         )
 
 

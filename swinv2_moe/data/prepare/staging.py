@@ -365,7 +365,7 @@ class _Reading:
                     break
             if (copy.bytes, copy.sha256) != (file.bytes, file.sha256):
                 raise UserError(
-                    f"{source}: is damaged, it has not the size and the checksum that index.json"
+                    f"{source}: is damaged: its size or checksum is not the one that index.json"
                     " records"
                 )
 

@@ -68,8 +68,8 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
     val_images, val_notes = _image_files(val, classes, train)
     if val == root:
         notes.append(
-            f"{printable(root)} has no val/ folder: all images of its class folders are used; the"
-            " run's DATA.VAL_SPLIT would leave out those it was trained on, if they are among them"
+            f"{printable(root)} has no val/ folder: all images of its class folders are used, also"
+            " those that the run was trained on, if any"
         )
     elif name != "val":
         notes.append(
@@ -148,8 +148,8 @@ def _validation_folder(root: str, val_split: float) -> str | None:
             return name
         if name != "test":
             raise UserError(
-                f"DATA.VAL_SPLIT is {val_split:g}: DATA.PATH {root!r} has validation images in"
-                f" {name}/, for which DATA.VAL_SPLIT is 0"
+                f"DATA.VAL_SPLIT is {val_split:g}: it must be 0, since DATA.PATH {root!r} has"
+                f" validation images in {name}/"
             )
     return None
 

@@ -189,7 +189,7 @@ def test_class_names(files, refused, cfg, tmp_path):
         ("", "is empty"),
         ("a\n \nc\nd\ne\n", "line 2 is ' ', a blank name"),
         ("a\nb\nc\nd\n\n", "line 5 is '', a blank name"),
-        ("a\nb\nc\nb\ne\n", "line 4 is 'b', the name of line 2"),
+        ("a\nb\nc\nb\ne\n", "line 4 repeats 'b' of line 2"),
     ):
         names.write_text(text)
         refused(command, f"--class-names {names}: {message}")

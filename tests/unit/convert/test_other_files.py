@@ -172,7 +172,7 @@ def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_confi
     status, said, _ = convert("import", "dense", file, *arguments)
     said = " ".join(said.split())
     assert status == 0
-    assert f"taken over from {file}, whose weights were trained so: DATA.MEAN [0.5, 0.4," in said
+    assert f"settings of the weights {file}: DATA.MEAN [0.5, 0.4," in said
     assert "TEST.CROP_RATIO is 0.8, its weights were trained with 0.9" in said
     assert "MEAN:\n  - 0.5" in open_checkpoint(tmp_path / "new").meta["config"]
 

@@ -162,7 +162,7 @@ def test_other_arguments_or_images_than_the_first_time_are_refused(sources, made
     def refused(sources, output, options=SMALL) -> str:
         return refusal(make_shards, sources, str(output), options, 1)
 
-    says = "was begun with seed 0, not 3: go on as it was begun, or take another --output"
+    says = "was begun with seed 0, not 3: continue with that value, or take another --output"
     assert refused(sources, made, Options(seed=3, shard_mb=0.02)) == f"{made} {says}"
     train = sources.train
     fewer = ImageFiles(train.root, train.paths[1:], train.targets[1:])

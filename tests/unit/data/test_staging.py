@@ -67,7 +67,7 @@ def test_a_damaged_shard_is_named_and_not_copied(made, tmp_path, how):
     bad, local = made / "train/000001.tar", tmp_path / "local"
     whole = bad.read_bytes()
     half = whole[: len(whole) // 2]
-    says = "is damaged, it has not the size and the checksum that index.json records"
+    says = "is damaged: its size or checksum is not the one that index.json records"
     if how == "gone":
         bad.unlink()
         says = "cannot be read (No such file or directory)"

@@ -303,7 +303,7 @@ def test_images_missing_or_empty(tmp_path: Path, check, content) -> None:
 def test_classes_must_be_the_models_in_its_order(check, content) -> None:
     assert check(content, class_names=("cat", "dog")).boxes == 3
     assert check(content, class_names=("dog",)).boxes == 3  # the file may have more
-    words = r"no category 'cow', which the model is to know \(2 such\)"
+    words = r"no category 'cow', a class of the model \(2 such\)"
     with pytest.raises(UserError, match=words):
         check(content, class_names=("cat", "cow", "hen"))
     with pytest.raises(UserError, match="another order than the model's: 'cat', not 'dog'"):

@@ -238,7 +238,7 @@ def test_classes_that_a_file_lacks(shapes: Path) -> None:
         config[f"{split}_dataloader"].dataset.metainfo.classes = ("square", "star", "circle")
     [found] = check_datasets(config, ["test"])
     assert (found.missing_classes, found.unknown_classes) == (["star"], ["triangle"])
-    with pytest.raises(UserError, match="has no category 'star', which the model is to learn"):
+    with pytest.raises(UserError, match="has no category 'star', a class of the model"):
         check_datasets(config, ["train"])
 
 

@@ -132,7 +132,7 @@ def test_a_file_of_a_detector_keeps_the_windows(tmp_path):
     for file in (first, second):
         assert run.build_detector(config, file).backbone.trunk.position_windows() == [4, 4, 3, 2]
     config.model.backbone.pretrained_window_sizes = (2, 2, 2, 2)
-    with pytest.raises(UserError, match=r"first\.pth: its positions are measured by windows of"):
+    with pytest.raises(UserError, match=r"first\.pth: its position biases are for windows of"):
         run.build_detector(config, first)
 
 

@@ -59,7 +59,7 @@ def test_windows_are_read_from_the_tables_of_a_file(nano, make_model):
         assert load_dense(ours, theirs.state_dict() | tables) == []
     assert windows_of_tables(theirs.state_dict(), 3) is None
     with pytest.raises(
-        UserError, match=r"know windows of \[1, 1, 1\].* for \[8, 8, 4\].*_SIZES \[1,1,1\] says so"
+        UserError, match=r"are for windows of \[1, 1, 1\].* for \[8, 8, 4\]; set .*_SIZES \[1,1,1\]"
     ):
         load_dense(make_model(img_size=32, window_size=8), theirs.state_dict() | tables)
 

@@ -115,7 +115,7 @@ def test_a_damaged_shard_ends_the_run_with_its_name(made, make_config, tmp_path,
     with pytest.raises(UserError) as caught:
         train(make_config(tmp_path / "run", keys))
     assert str(caught.value) == (
-        f"staging the data failed: {bad}: is damaged, it has not the size and the checksum that"
+        f"staging the data failed: {bad}: is damaged: its size or checksum is not the one that"
         " index.json records"
     )
     assert not (local / "index.json").exists()

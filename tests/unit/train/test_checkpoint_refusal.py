@@ -140,7 +140,7 @@ def test_meta_of_another_kind(save, make_trainer):
         ({"format_version": 2}, "has format version 2, this program knows 1"),
         ({"format_version": None}, "has format version null, this program knows 1"),
         ({"step": None}, "meta.json: step is null, it must be a whole number"),
-        ({"training": None}, "holds weights alone, no state of a training run to go on from"),
+        ({"training": None}, "holds only weights, no training state to continue from"),
     ):
         write_meta(directory, meta | change)
         assert says in refusal(trainer, directory)

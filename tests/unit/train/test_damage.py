@@ -109,7 +109,7 @@ def test_a_run_goes_on_from_the_one_before(root, tmp_path, make_config, capsys):
     flip(checkpoints / NEWEST / "ema" / "model.safetensors", 80_000)
     train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3, "TRAIN.EMA_DECAY": 0.5}), "auto")
     said = capsys.readouterr().out
-    assert "passed over: checkpoint" in said
+    assert "skipped: checkpoint" in said
     assert "ema/model.safetensors is damaged" in said
     assert "step-00000002, step 2" in said
     names = {path.name for path in checkpoints.iterdir()}

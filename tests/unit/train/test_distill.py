@@ -167,7 +167,7 @@ def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_check_stop", check_stop)
         assert train(config_of("run")) is None
-    assert "SIGTERM: stopped after step 0; to go on" in capsys.readouterr().out
+    assert "SIGTERM: stopped after step 0; to continue" in capsys.readouterr().out
     assert len(files_of(tmp_path / "cache")) == 2
     assert train(config_of("run"), resume="auto")["steps"] == 15
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
@@ -366,7 +366,7 @@ def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, cl
         ({"TRAIN.DISTILL.TEACHER": "timm:no_model@x.pth"}, "has no model 'no_model'"),
         ({"TRAIN.DISTILL.TEACHER": "timm:test_resnet@x.pth"}, "weights x.pth: no such file"),
         ({"TRAIN.DISTILL.TEACHER": "timm:test_vit@{}"}, "its weights do not fit test_vit"),
-        ({"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"}, "pip install 'swinv2-moe\\[teacher\\]'"),
+        ({"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"}, r"pip install -e '\.\[teacher\]'"),
         ({"TRAIN.DISTILL.CACHE": "{}/cache"}, "cannot be made"),
         ({"AUG.MIXUP": 0.2}, "AUG.MIXUP is 0.2: .* cannot be mixed"),
         ({"AUG.CUTMIX": 1.0}, "AUG.CUTMIX is 1.0: .* cannot be mixed"),

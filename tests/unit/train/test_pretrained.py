@@ -86,7 +86,7 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
             with pytest.raises(UserError, match="classifier has 10 rows, fewer than"):
                 load(file, keys, classes)
             continue
-        note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are taken over by name"
+        note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are copied by name"
         found, own = load(file, keys, classes, [f"{note}, 1 classes are new: x"])
         assert found["head.fc.bias"].tolist() == [2, own["head.fc.bias"][1], 0]
     save_file(before, file, {"class_names": "[1]"})
@@ -97,7 +97,7 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
 @pytest.mark.parametrize("upcycle", ["", "weights"])
 def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if upcycle else None)
-    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 3 classes are taken over by name"
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 3 classes are copied by name"
     keys = {"MODEL.UPCYCLE": upcycle}
     found, own = load(source, keys, "37x0", [f"{note}, 1 classes are new: x"])
     assert found["head.fc.bias"].tolist() == [3, 7, own["head.fc.bias"][2], 0]
@@ -157,7 +157,7 @@ def test_what_is_frozen_must_have_been_trained(pretrained, load):
 def test_a_run_cannot_be_frozen_on_its_way(pretrained, make_trainer):
     _, source = pretrained()
     trainer = make_trainer({"MODEL.PRETRAINED": str(source), "MODEL.MOE.FREEZE": True})
-    message = r"was written with MODEL\.MOE\.FREEZE False, which a run cannot change"
+    message = r"was written with MODEL\.MOE\.FREEZE False, which cannot change"
     with pytest.raises(UserError, match=message):
         trainer_cases.resume(trainer, source)
 
@@ -171,7 +171,7 @@ def test_experts_cannot_be_upcycled_again(pretrained, load):
 def test_another_window_says_which_one_the_weights_know(pretrained, load):
     before, source = pretrained()
     larger = {"DATA.IMG_SIZE": 32, "MODEL.SWINV2.WINDOW_SIZE": 8}
-    message = r"know windows of \[4, 4, 2\], .* for \[8, 8, 4\]; .*_SIZES \[4,4,2\] says"
+    message = r"are for windows of \[4, 4, 2\], .* for \[8, 8, 4\]; set .*_SIZES \[4,4,2\]"
     with pytest.raises(UserError, match=message):
         load(source, larger)
     found, _ = load(source, larger | {"MODEL.SWINV2.PRETRAINED_WINDOW_SIZES": [4, 4, 2]})
@@ -216,13 +216,13 @@ def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, cap
     capsys.readouterr()
     train(config)
     said = " ".join(capsys.readouterr().out.split())
-    assert "taken over from" in said
+    assert "settings of the weights" in said
     assert "DATA.MEAN [0.1, 0.2, 0.3], DATA.STD [0.5, 0.5, 0.4]" in said
     assert "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [4, 4, 4]" in said
     assert "DATA.INTERPOLATION is bicubic, its weights were trained with bilinear" in said
     (tmp_path / "first").rename(tmp_path / "moved")
     train(make_config(tmp_path / "second", keys | {"TRAIN.MAX_STEPS": 2}), "auto")
-    assert "taken over" not in capsys.readouterr().out
+    assert "settings of the weights" not in capsys.readouterr().out
     newest = open_checkpoint(tmp_path / "second" / "checkpoints" / "step-00000002")
     assert "MEAN:\n  - 0.1" in newest.meta["config"]
     assert "INTERPOLATION: bicubic" in newest.meta["config"]

@@ -168,7 +168,7 @@ def test_other_class_names_are_refused(make_trainer, save, tmp_path):
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
 def test_averaging_cannot_begin_or_end_within_a_run(before, after, make_trainer, save, tmp_path):
     source = open_checkpoint(save(make_trainer({"TRAIN.EMA_DECAY": before}), tmp_path / "run"))
-    with pytest.raises(UserError, match=rf"TRAIN\.EMA_DECAY is {after}; a run cannot change this"):
+    with pytest.raises(UserError, match=rf"TRAIN\.EMA_DECAY is {after}; this cannot change"):
         make_trainer({"TRAIN.EMA_DECAY": after}).resume(source)
 
 
@@ -178,7 +178,9 @@ def test_a_finished_run_keeps_its_configuration_and_does_not_go_on_elsewhere(mak
     train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2, "TRAIN.BASE_LR": 5.0}), "auto")
     assert (tmp_path / "run" / "config.yaml").read_text() == written
     config = make_config(tmp_path / "other", {"TRAIN.MAX_STEPS": 2})
-    with pytest.raises(UserError, match=r"has done all steps; to go on from it in .*/other, raise"):
+    with pytest.raises(
+        UserError, match=r"has done all steps; to continue from it in .*/other, raise"
+    ):
         train(config, str(tmp_path / "run"))
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 

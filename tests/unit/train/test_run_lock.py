@@ -85,7 +85,7 @@ def test_a_run_goes_on_from_what_the_one_before_wrote_last(
 
     monkeypatch.setattr(run_module, "only_run", wait_for_the_other_run)
     assert train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 3}), "auto")["steps"] == 3
-    assert f"going on from {newest}, step 2" in capsys.readouterr().out
+    assert f"resuming from {newest}, step 2" in capsys.readouterr().out
     assert not list((tmp_path / "run" / "checkpoints").glob("set-aside-*"))
 
 

@@ -283,7 +283,7 @@ def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
     write(trainer, saver)
     source = open_checkpoint(saver.root / "latest")
     write_meta(source.directory, source.meta | {"training": None})
-    with pytest.raises(UserError, match=r"holds weights alone.*MODEL\.PRETRAINED"):
+    with pytest.raises(UserError, match=r"holds only weights.*MODEL\.PRETRAINED"):
         make_trainer().resume(open_checkpoint(source.directory))
 
 
@@ -317,7 +317,7 @@ def test_links_that_cannot_be_moved_are_said(begin, monkeypatch):
     trainer.save(saver)
     saver.close()  # no error: it is saved
     assert said[0].startswith(
-        "step-00000001 is saved, but what lies beside it could not be put in order: "
+        "step-00000001 is saved, but its links or older checkpoints could not be updated: "
     )
     assert find_checkpoint("auto", saver.root).meta["step"] == 1
 

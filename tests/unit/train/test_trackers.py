@@ -212,7 +212,7 @@ def test_a_service_that_fails_ends_no_run(failing, service, tmp_path, capsys):
     recorder.summary({})
     recorder.close()
     said = capsys.readouterr()
-    line = f"TRACKER mlflow: ConnectionError: no answer to {failing} whatsoever; the run goes on"
+    line = f"TRACKER mlflow: ConnectionError: no answer to {failing} whatsoever; the run continues"
     assert said.out.count("ConnectionError") == said.out.count(line) == 1
     assert not said.err
     assert (tmp_path / "summary.json").exists()
@@ -239,7 +239,7 @@ def test_a_slow_service_holds_up_nothing_and_need_not_end(monkeypatch):
     monkeypatch.setattr(trackers, "_MAX_WAITING", 3)
     monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
     for records, line in (
-        (9, "TRACKER mlflow: 3 records wait for it; the run goes on"),
+        (9, "TRACKER mlflow: 3 records wait for it; the run continues"),
         (0, "TRACKER mlflow: the last records did not arrive in 0.1 s"),
     ):
         answers, said = threading.Event(), []
