@@ -49,7 +49,7 @@ class MoEConfig:
     eval_capacity_factor: float = option(
         0.0,
         "as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not"
-        " depend on other tokens; where experts choose, 0 is as in training",
+        " depend on other tokens; with `expert_choice`, 0 means the factor of training",
     )
     router: str = option(
         "linear",

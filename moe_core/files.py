@@ -64,7 +64,7 @@ def sha256(chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def fsync(path: str | Path) -> None:
-    """Write a file, or the entries of a directory, through to the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,7 +73,7 @@ def fsync(path: str | Path) -> None:
 
 
 def fsync_and_hash(path: Path) -> dict[str, int | str]:
-    """Write a file through to the disk and compute its checksum.
+    """Flush a file to the disk and compute its checksum.
 
     Returns:
         The record of the file, `{"bytes": size, "sha256": checksum}`.

@@ -33,7 +33,8 @@ class Option:
     Args:
         meaning: for references; names of fields are in backticks.
         least, most: the limits of a number, both included.
-        choices: the allowed values, or a function that returns those of the moment; none: any.
+        choices: the allowed values, or a function that returns them (others may be registered
+            later); empty: any.
         is_key: whether it is a key of configuration files, or of the dataclass alone.
     """
 

@@ -112,7 +112,7 @@ class ExpertChoice(TokenChoice):
         return Routed(tokens, routing, call.top_k, factor)
 
     def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
-        """As TokenChoice's. The mask [T, 1] is whether at least one expert chose the token."""
+        """As TokenChoice. The mask is [T, 1]: whether at least one expert chose the token."""
         assert plan.kept is not None, "experts choose up to a capacity"
         return plan.kept.sum(0), plan.kept.any(1, keepdim=True)
 

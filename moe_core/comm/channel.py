@@ -156,7 +156,7 @@ class ChannelGroup:
         raise CollectiveError(self._failure)
 
     def fail_wait(self, message: str, peer: int) -> NoReturn:
-        """`fail` after a wait for a rank of this node that has ended or did not come in time."""
+        """`fail` for a wait for `peer`, a rank of this node; says whether its process has ended."""
         process = select.poll()
         process.register(self._processes[peer - self.node.start], select.POLLIN)
         if process.poll(0):

@@ -32,7 +32,7 @@ _PLAIN_TYPES = {Tensor, nn.Parameter, type(None), bool, int, float, str, list, t
 class Op:
     """A torch.library op, made of a function of the same arguments.
 
-    A call goes to the function itself, unless something wants to see the op: torch.compile and
+    A call goes to the function itself, unless something observes the op: torch.compile and
     other tracers, dispatch modes such as FlopCounterMode, the profiler, or a subclass of Tensor.
     Tensors on the meta device go to the fake function.
 

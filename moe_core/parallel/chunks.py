@@ -166,8 +166,12 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, plan: DispatchPlan, place: Tensor, is_used: Tensor, num_places: int) -> "Places":
-        """Create the plans from the place [N] int64 of each row; `is_used` [N] bool is False for
-        rows without a place."""
+        """Create the plans.
+
+        Args:
+            place: int64 [N], the place of each row.
+            is_used: bool [N], False for rows that have no place.
+        """
         row = torch.arange(len(place), device=place.device)
         place_or_bin = torch.where(is_used, place, num_places)
         row_of_place = place.new_full((num_places + 1,), -1).scatter_(0, place_or_bin, row)

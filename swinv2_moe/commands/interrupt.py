@@ -26,7 +26,7 @@ def end_interrupted() -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception that nothing has handled. Its text may hold what a file holds."""
+    """Print an uncaught exception, with escapes, since its text may contain that of a file."""
     if issubclass(kind, KeyboardInterrupt):
         end_interrupted()
     from swinv2_moe.output import printable

@@ -160,8 +160,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
 
 
 def add_run_argument(parser: argparse._ActionsContainer, option: str, help: str) -> None:
-    """Add RUN as the first argument, and as an option, its older form. One of them is required
-    unless `parser` is a group with other members.
+    """Add RUN as the first argument, and `option`, its older form. One of the two must be given,
+    unless `parser` is a group that allows other arguments instead.
 
     Args:
         option: such as "--resume"; the value is in the attribute of its name.

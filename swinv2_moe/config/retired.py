@@ -21,7 +21,7 @@ class Retired(NamedTuple):
     became: str
     # With another value, trained weights computed something else: such values are refused.
     shapes_weights: bool = False
-    moved_to: str = ""  # the key that has its value now
+    moved_to: str = ""  # the key that replaced it
 
 
 _STRATEGY_KEYS = {  # default, and how MODEL.MOE.STRATEGY says another value
@@ -106,8 +106,11 @@ def warn_once(line: str) -> None:
 
 
 def merged(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """`values` with those of `over`, without the retired keys of `values` whose place a value of
-    `over` takes that earlier versions did not have."""
+    """`values`, overridden by `over`.
+
+    A retired key of `values` is left out if `over` sets the key that replaced it to a value that
+    earlier versions did not have.
+    """
     kept: dict[str, object] = {}
     known = retired_keys()
     for key, value in values.items():
@@ -118,7 +121,7 @@ def merged(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str
 
 
 def _is_old(key: str, value: object) -> bool:
-    """Whether earlier versions had this value of a key that has retired keys' values now."""
+    """Whether earlier versions allowed this value of `key`, which has replaced retired keys."""
     if key == "TEST.CROP_RATIO":
         return value != 0
     return value in _OLD_VALUES[key]
@@ -136,12 +139,12 @@ def translate(
     """`values` without retired keys. What became of each is logged.
 
     Args:
-        told: keys that somebody wrote (None: all). Others were saved by a run, which saves every
-            key: nobody needs to be told of a default, nor of a value that another key has now.
+        told: the keys that the user wrote; None: all. Other keys were saved by a run. They are
+            not logged if they have their default, or have moved to another key.
 
     Raises:
-        UserError: a retired key with a value that trained weights depend on, or that nothing has
-            now, or beside the key that has its value now.
+        UserError: a retired key whose value changed the weights or has no equivalent, or that
+            contradicts the key that replaced it.
     """
     known = retired_keys()
     new = {key: value for key, value in values.items() if key not in known}
@@ -172,7 +175,7 @@ def translate(
 
 
 def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
-    """The keys and values that have those of the retired keys `old` now; `new`: the other keys."""
+    """The values of the retired keys `old` by the keys that replaced them; `new`: other keys."""
     known = retired_keys()
     for key, value in old.items():
         heir = known[key].moved_to
@@ -206,7 +209,7 @@ def _moved(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, ob
 
 
 def _moved_channels(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
-    """DATA.CHANNELS from the group of MODEL.TYPE, if that is known: the others have no effect."""
+    """DATA.CHANNELS from IN_CHANS of MODEL.TYPE's group; of any group if the type is not known."""
     keys = [key for key in old if key.endswith(".IN_CHANS")]
     trunk = TRUNKS.get(str(new.get("MODEL.TYPE", "")))
     if trunk is not None:
@@ -218,7 +221,7 @@ def _moved_channels(old: Mapping[str, object], new: Mapping[str, object]) -> dic
 
 
 def _moved_strategy(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, object]:
-    """MODEL.MOE.STRATEGY from its value of earlier versions and the five keys that it replaces."""
+    """MODEL.MOE.STRATEGY from its value in earlier versions and the five keys that it replaced."""
     ranks, *keys = _STRATEGY_KEYS
     values = {key: old.get(key, RETIRED[key].default) for key in _STRATEGY_KEYS}
     for key, lowest in _LOWEST.items():

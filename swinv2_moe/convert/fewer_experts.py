@@ -74,8 +74,10 @@ def choices(logits: Tensor, config: MoEConfig, bias: Tensor) -> tuple[Tensor, Te
 
 
 def change_of(target: Tensor, y: Tensor) -> tuple[float, float]:
-    """The share of the target's squares that y [T, M] misses, and the factor of y with which it is
-    that little: y may be larger as a whole, since the gate values of fewer experts are."""
+    """The relative squared error of c * y [T, M] with the factor c that makes it smallest, and c.
+
+    With fewer experts the gate values are larger, and so is y.
+    """
     product, square = float((target * y).sum()), float(y.square().sum())
     total = float(target.square().sum())
     if product <= 0 or total == 0:

@@ -103,8 +103,8 @@ class CropConfig:
 
     crop_ratio: float = option(
         0.875,
-        "side of the centre crop, as a share of the short side: that is resized to"
-        " `DATA.IMG_SIZE / CROP_RATIO`; 0: both sides are resized",
+        "side of the centre crop, as a share of the resized short side, which has"
+        " `DATA.IMG_SIZE / CROP_RATIO` pixels; 0: no crop, both sides are resized",
         least=0,
         most=1,
     )

@@ -345,23 +345,23 @@ class ModelConfig:
     )
     upcycle: str = option(
         "",
-        "`MODEL.PRETRAINED` is dense, and each dense FFN is copied into every expert of its"
-        " block. `weights`: a new training begins; `clusters`: likewise, and the routers begin at"
-        " the centroids of clusters of the tokens, those of 512 training images; `run`: it goes on"
-        " as that dense run would have done, at its epoch and learning rate, with its optimiser's"
-        " state; empty: off",
+        "start from a dense `MODEL.PRETRAINED`: each dense FFN is copied to every expert of its"
+        " block. `weights`: a new training starts. `clusters`: the same, and the routers start at"
+        " centroids of the tokens of 512 training images. `run`: the dense run continues, at its"
+        " epoch and learning rate, with its optimiser's state. Empty: off",
         choices=("", "weights", "clusters", "run"),
     )
     upcycle_noise: float = option(
         0.0,
-        "standard deviation of noise on those copies, relative to that of the dense weights",
+        "standard deviation of the noise added to upcycled experts, relative to that of the dense"
+        " weights",
         least=0,
     )
     class_map: str = option(
         "",
-        "where `MODEL.PRETRAINED` has other classes. `new`: its head is not loaded; otherwise"
-        " a file with the number of the old class for each class, from 0, whose rows of the"
-        " head are loaded",
+        "for a `MODEL.PRETRAINED` with other classes. `new`: its classifier is not loaded."
+        " Otherwise a file with one line for each class: the number, from 0, of its row in the"
+        " pretrained classifier, or -1",
     )
 
     trunk: Trunk  # the group of the type

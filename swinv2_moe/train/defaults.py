@@ -74,8 +74,8 @@ class Choice(NamedTuple):
 
     Attributes:
         lines: what was found and chosen, for the terminal.
-        largest_batch: the most pictures of a step over all ranks, of which as many are taken as
-            memory allows; 0: DATA.BATCH_SIZE is given.
+        largest_batch: the largest batch to try, in pictures over all ranks; 0: DATA.BATCH_SIZE is
+            given.
     """
 
     config: CfgNode

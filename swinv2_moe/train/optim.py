@@ -122,10 +122,11 @@ def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
 
 
 def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, list[str]]:
-    """Switch mixed precision off on CPUs without instructions for its dtype, where a step takes up
-    to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps AMP_ENABLE.
+    """Switch mixed precision off if a rank's CPU has no instructions for its dtype: a step would
+    take up to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps
+    AMP_ENABLE.
 
-    That holds for AMP_ENABLE True, too: a run of a GPU has it, and may be evaluated on any CPU.
+    AMP_ENABLE True is switched off, too: a run may be trained on a GPU and evaluated on a CPU.
 
     Returns:
         The sections, and a line for the log if mixed precision was switched off: a warning for

@@ -99,7 +99,7 @@ class Recorder:
         self.losing = True
 
     def _track(self, method: str, *arguments) -> None:
-        """Call a method of every tracker. One that fails keeps nothing from the others."""
+        """Call a method of every tracker. If one fails, the others are still called."""
         for tracker in self.trackers:
             try:
                 getattr(tracker, method)(*arguments)

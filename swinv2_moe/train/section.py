@@ -51,8 +51,8 @@ class RunConfig:
     )
     amp_enable: bool | str = option(
         False,
-        "mixed precision. `auto`: unless the device is a CPU without instructions for `amp_dtype`,"
-        " where it is slower than fp32; `True` is off there too, with a warning",
+        "mixed precision. `auto`: on, except on a CPU without instructions for `amp_dtype`, where"
+        " it would be slower than fp32. `True`: the same, with a warning on such a CPU",
         choices=(False, True, "auto"),
     )
     amp_dtype: str = option("bfloat16", "dtype of mixed precision", choices=("bfloat16", "float16"))
@@ -74,8 +74,8 @@ class CheckpointConfig:
     keep_last: int = option(2, "checkpoints to keep besides the best", least=1)
     experts: int = option(
         0,
-        "experts of each layer in one save, in turn; 0: all. The best, last and signal saves"
-        " hold all",
+        "number of experts of each layer that one save writes, in turn; 0: all. The best, the last"
+        " and a signal's checkpoint have all",
         least=0,
     )
     staging_mb: int = option(
@@ -96,8 +96,8 @@ class OptimizerConfig:
     )
     eps: float = option(
         1e-8,
-        "what AdamW and LAMB add to the denominator; 1e-3 to compare runs on other numbers of"
-        " ranks, whose rounding errors it keeps small",
+        "epsilon of AdamW and LAMB, added to the denominator. 1e-3 keeps rounding errors small"
+        " where runs on different numbers of ranks are compared",
         least=0,
     )
 
@@ -137,8 +137,8 @@ class DistillConfig:
     )
     views: int = option(
         4,
-        "augmentations of each image: epoch e has those of epoch e mod `views`, whose outputs"
-        " the teacher computes once",
+        "number of augmentations of each image, which the epochs use in turn; the teacher computes"
+        " its outputs for each of them once",
         least=1,
     )
     cache: str = option(
@@ -161,7 +161,8 @@ class TrainConfig:
     )
     lr_scaling: str = option(
         "linear",
-        "linear: in proportion to the global batch; sqrt: to its square root",
+        "how learning rates scale with the global batch: in proportion to it (`linear`) or to its"
+        " square root (`sqrt`)",
         choices=("linear", "sqrt"),
     )
     warmup_lr: float = option(
@@ -184,7 +185,8 @@ class TrainConfig:
     )
     noise_scale_freq: int = option(
         0,
-        "measure the noise scale of the gradient in two of so many steps; 0: never",
+        "steps between two measurements of the gradient's noise scale, each of two successive"
+        " steps; 0: none",
         least=0,
     )
     accumulation_steps: int = option(1, "forward and backward passes per optimiser step", least=1)
@@ -195,7 +197,7 @@ class TrainConfig:
     )
     ema_decay: float = option(
         0.0,
-        "decay of the averaged weights, t / (t + 9) after t steps where that is less; 0: none",
+        "decay of the averaged weights; after t steps at most t / (t + 9); 0: no averaging",
         least=0,
         most=0.999999,
     )

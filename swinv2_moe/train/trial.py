@@ -47,8 +47,8 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
     of data workers, and lines about them and the duration of the training. Collective.
 
     Args:
-        largest: the most pictures of a step over all ranks, a power of two; 0: DATA.BATCH_SIZE is
-            given.
+        largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
+            DATA.BATCH_SIZE is given.
 
     Raises:
         UserError: on every rank, if one picture does not fit into a rank's memory.

@@ -59,7 +59,7 @@ def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
 
 
 def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
-    """out [T, M] and, if it is kept, the hidden layer before the activation, in C++'s order."""
+    """out [T, M], and the kept hidden layer before the activation, with its rows as in ffn.cpp."""
     call = _Call(inputs)
     tokens = call.tokens
     out = empty(tokens.shape, torch.float32, tokens.device)

@@ -36,7 +36,7 @@ def draw_seed(device: torch.device) -> Tensor:
     "moe_core::dropout_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def dropout_seed(like: Tensor) -> Tensor:
-    """int64 [1] from the generator of the device of `like`."""
+    """A random seed, int64 [1], from the default generator of `like.device`."""
     return draw_seed(like.device)
 
 

@@ -51,8 +51,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gates [T, K], ids [T, K], probs [T, E], the sums of the loss [2, E] and the scores.
 
-    The scores [T, K] are the sigmoids of the chosen logits; they are empty unless the gate values
-    are these divided by their sum.
+    The scores [T, K] are the sigmoids of the chosen logits, if the gate values are these divided
+    by their sum; otherwise they are empty.
 
     Args:
         logits, noise: [T, E]; experts are chosen by `logits + noise_std * noise`.

@@ -187,10 +187,10 @@ def _route(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens, scores and logits.
 
-    x is the logits [T, E], or with a `weight` the tokens [T, M]. The others may be empty: the cast
-    tokens if there is no cast; and what the backward pass needs besides, the scores of the chosen
-    experts [T, K] if they are not the gate values (in C++), and the logits [T, E] if they are
-    computed here and the loss reads them.
+    x is the logits [T, E], or with a `weight` the tokens [T, M]. The last three results may be
+    empty. The cast tokens exist with `cast_to`. The other two are for the backward pass: the scores
+    of the chosen experts [T, K], in C++ if they are not the gate values, and the logits [T, E], if
+    they are computed here and the loss reads them.
     """
     module = load(form)
     settings = (top_k, normalize, loss, noise_std, loss_noise_std)
