@@ -4,7 +4,7 @@
 #   docker build -t swinv2-moe:0.1.0 -t swinv2-moe .
 #   docker run --rm --gpus all --shm-size 8g --cap-drop ALL --security-opt no-new-privileges \
 #     --user "$(id -u):$(id -g)" -v "$PWD/output:/app/output" swinv2-moe
-#   docker run ... swinv2-moe torchrun --nproc_per_node 8 tools/train.py --cfg configs/...
+#   docker run ... swinv2-moe torchrun --nproc_per_node 8 -m swinv2_moe train --cfg ...
 #
 # --shm-size: data workers hand batches on in shared memory, of which Docker's default is 64 MB.
 

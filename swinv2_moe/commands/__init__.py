@@ -112,8 +112,7 @@ def main() -> None:
 def complete(line: str) -> None:
     """Answer a shell that asks for completions of a command line, then exit.
 
-    A command's parser completes its own options. For the parser, the words before the options are
-    the call of a script.
+    A command's parser completes its own options, which follow two words: `swinv2-moe` and NAME.
     """
     words = line.split()
     name = words[1] if len(words) > 1 else ""

@@ -34,8 +34,7 @@ class CommandParser(argparse.ArgumentParser):
     algorithms and datasets.
 
     Args:
-        description: the help text. Its examples name scripts of tools/ and data/. If `swinv2-moe`
-            was started, they are replaced by its commands.
+        description: the help text.
     """
 
     def __init__(self, description: str | None = None, **kwargs) -> None:
