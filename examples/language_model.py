@@ -330,9 +330,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="(default: Python's own)")
-    parser.add_argument("--experts", type=int, default=8, help="of a layer; 0: the dense model")
-    parser.add_argument("--top-k", type=int, default=2, help="experts that a token visits")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: Python's documentation")
+    parser.add_argument(
+        "--experts", type=int, default=8, help="experts of a layer; 0: the dense model"
+    )
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128, help="model dim")
     parser.add_argument("--heads", type=int, default=4)

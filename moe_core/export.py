@@ -55,7 +55,7 @@ class StandardMoE(nn.Module):
         super().__init__()
         if layer.group.size > 1:
             raise ValueError(
-                f"a layer over {layer.group.size} ranks has no form for one; load it in one process"
+                f"a layer over {layer.group.size} ranks cannot be exported; load it in one process"
             )
         if isinstance(layer.router, nn.ModuleList) or not isinstance(layer.experts, Experts):
             raise ValueError(

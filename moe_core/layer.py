@@ -112,7 +112,7 @@ class MoELayer(HasExperts):
     def reset_parameters(self) -> None:
         """Initialise all parameters and biases, for example after `to_empty`.
 
-        With several ranks this is a collective. Modules of one's own are initialised by their
+        With several ranks this is a collective. Custom modules are initialised by their
         `reset_parameters`, or by those of the modules in them.
         """
         for child in self.children():
@@ -200,7 +200,9 @@ class MoELayer(HasExperts):
         if mask is None:
             return forward(x, *options)
         if self.config.routing == "soft" or self.config.choose_per_image:
-            raise ValueError(f"router {self.config.router!r} on images needs all tokens: no mask")
+            raise ValueError(
+                f"router {self.config.router!r} on images needs all tokens, without a mask"
+            )
         tokens = x.reshape(-1, x.shape[-1])  # [T, M]
         positions = positions_of(mask.flatten(), num_tokens)
         y, aux_loss = forward(tokens.index_select(0, positions), *options)
@@ -326,7 +328,7 @@ class MoELayer(HasExperts):
         if strategy not in self._exchanges:
             exchange = make_exchange(self.config, self.group, strategy)
             if strategy.r != 1 and not isinstance(self.experts, Experts):
-                raise ValueError(f"r ({strategy.r}) must be 1 with an experts module of one's own")
+                raise ValueError(f"r ({strategy.r}) must be 1 with a custom experts module")
             self._exchanges[strategy] = exchange
         if strategy.exchange == "static":
             check_has_capacity(capacity_factor, self.config)

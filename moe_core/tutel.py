@@ -132,16 +132,16 @@ def to_tutel(
 
     Raises:
         ValueError: the experts, or the hidden dim of one, do not divide over `num_ranks`; gated
-            experts, shared experts or Soft MoE, which Tutel has not.
+            experts, shared experts or Soft MoE, which Tutel does not have.
     """
     remaining = dict(state)
     shards = {}
     for prefix in _layers(state, "experts.w1"):
         if f"{prefix}experts.w3" in state:
-            raise ValueError(f"{_named(prefix)} has gated experts, which Tutel has not")
+            raise ValueError(f"{_named(prefix)} has gated experts, which Tutel does not have")
         for kind, name in (("shared experts", "shared."), ("Soft MoE's slots", "router.slots")):
             if any(each.startswith(prefix + name) for each in state):
-                raise ValueError(f"{_named(prefix)} has {kind}, which Tutel has not")
+                raise ValueError(f"{_named(prefix)} has {kind}, which Tutel does not have")
         num_experts, hidden_dim, model_dim = state[f"{prefix}experts.w1"].shape
         _check_ranks(num_experts, hidden_dim, num_ranks, _named(prefix))
         for theirs, ours in _EXPERTS.items():
@@ -180,7 +180,7 @@ def _named(prefix: str) -> str:
 
 def _replace(state: dict[str, Tensor], old: str, new: str, value: Tensor) -> None:
     if new in state:
-        raise ValueError(f"{new} is there beside {old}")
+        raise ValueError(f"both {old} and {new} are present")
     del state[old]
     state[new] = value
 

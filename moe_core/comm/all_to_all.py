@@ -69,7 +69,7 @@ class Channels(Linear):
         except CollectiveError:
             raise
         except (ValueError, RuntimeError) as error:
-            _log.info("no all-to-all through shared memory is tried: %s", error)
+            _log.info("all-to-all through shared memory is not tried: %s", error)
             return False
         return True
 

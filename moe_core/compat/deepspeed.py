@@ -84,7 +84,9 @@ def mark_experts(model: nn.Module) -> None:
         return
     if len(sizes) > 1:
         listed = ", ".join(map(str, sorted(sizes)))
-        raise ValueError(f"expert groups of {listed} ranks in one model: DeepSpeed takes one size")
+        raise ValueError(
+            f"expert groups of {listed} ranks in one model: DeepSpeed supports one size"
+        )
     (size,) = sizes
     for layer in layers:
         _check_consecutive(layer.group.process_group)
@@ -101,7 +103,7 @@ def _check_consecutive(group: dist.ProcessGroup | None) -> None:
     ranks = dist.get_process_group_ranks(group)
     first = ranks[0]
     if ranks != list(range(first, first + len(ranks))) or first % len(ranks):
-        raise ValueError(f"expert group of ranks {ranks}: DeepSpeed's are of consecutive ranks")
+        raise ValueError(f"expert group of ranks {ranks}: DeepSpeed needs consecutive ranks")
 
 
 def _expert_parameters(layers: list) -> Iterator[nn.Parameter]:

@@ -343,7 +343,7 @@ def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
     if nodes != [node for node in dict.fromkeys(nodes) for _ in range(per_node)]:
         raise ValueError(
             f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}):"
-            " each node must hold equally many, side by side; or give ranks_per_node"
+            " each node must have the same number of consecutive ranks; or give ranks_per_node"
         )
     return per_node
 

@@ -125,7 +125,7 @@ def parse_strategy(text: str) -> tuple[ParallelStrategy | str, int | None]:
     if not others:
         return "auto", None
     if len(others) > 1 or not re.fullmatch(r"n=?\d{1,9}", others[0]):
-        raise ValueError(f"strategy ({text!r}) has words of a fixed strategy behind 'auto'")
+        raise ValueError(f"strategy ({text!r}) has words of a fixed strategy after 'auto'")
     return "auto", ParallelStrategy.parse(others[0]).ranks_per_node
 
 

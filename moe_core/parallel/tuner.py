@@ -102,7 +102,7 @@ class Tuner:
         try:
             self.ranks_per_node = group.ranks_per_node()
         except ValueError as error:
-            _log.info("no all-to-all by node is tried: %s", error)
+            _log.info("hierarchical all-to-alls are not tried: %s", error)
             self.ranks_per_node = group.size
         self.available = [name for name, a in ALL_TO_ALLS.items() if a.is_available(group)]
         self.trials = 0
@@ -332,7 +332,7 @@ class Tuner:
         assert before is not None
         self._events.append(TunerEvent("drift", key, decided, decided, seconds, before))
         _log.info(
-            "%s: %s takes %.2f ms forward, %.2f ms when it was new: searching again",
+            "%s: %s takes %.2f ms forward, %.2f ms when it was chosen: searching again",
             key.describe(),
             decided,
             1000 * seconds,

@@ -226,7 +226,7 @@ def fast_cumsum_sub_one(data: Tensor, dim: int = 0) -> Tensor:
         ValueError: `data` is not 2-D, or `dim` is not 0.
     """
     if data.dim() != 2 or dim != 0:
-        raise ValueError(f"data of shape {list(data.shape)} with dim ({dim}) must be 2-D, with 0")
+        raise ValueError(f"data must be 2-D and dim 0, not {list(data.shape)} and {dim}")
     return data.cumsum(0) - 1
 
 

@@ -129,7 +129,8 @@ def _check_parent(parent_group: dist.ProcessGroup | None, world: dist.ProcessGro
     size = dist.get_world_size(parent_group)
     if 1 < size < dist.get_world_size():
         raise ValueError(
-            f"parent_group has {size} of {dist.get_world_size()} ranks: only the world can be cut"
+            f"parent_group has {size} of {dist.get_world_size()} ranks: only the world can be"
+            " divided"
         )
 
 

@@ -207,7 +207,7 @@ def test_num_tokens_that_does_not_fit_the_mask(num_tokens):
 @pytest.mark.parametrize("options", [{"num_shared_experts": 1}, {"router": "soft"}])
 def test_what_tutel_has_not(options):
     layer = MoELayer(make_config(slots_per_expert=2, **options))
-    with pytest.raises(ValueError, match="which Tutel has not"):
+    with pytest.raises(ValueError, match="which Tutel does not have"):
         to_tutel(layer.state_dict())
 
 

@@ -120,7 +120,7 @@ def test_exported_in_standard_operations(batched, activation):
 
 
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match="gated experts, which Tutel has not"):
+    with pytest.raises(ValueError, match="gated experts, which Tutel does not have"):
         to_tutel(make_layer(gated=True).state_dict())
     with pytest.raises(ValueError, match=r"activation \('clamped_swiglu'\) needs gated"):
         MoEConfig(6, 10, 4, activation="clamped_swiglu")

@@ -184,7 +184,7 @@ NOT_CLEAR = "moe: how many experts is not clear"
         ("count", rf"{NOT_CLEAR} \(gates\.0\.wg\.weight: 4, _num_global_experts: 5\)"),
         ("float count", rf"{NOT_CLEAR} .*_num_global_experts: inf"),
         ("many counts", rf"{NOT_CLEAR} .*_num_global_experts: \[3\]"),
-        ("twice", r"moe\.router\.weight is there beside moe\.gates\.0\.wg\.weight"),
+        ("twice", r"both moe\.gates\.0\.wg\.weight and moe\.router\.weight are present"),
         ("no gate", rf"{NOT_CLEAR} \(neither gates nor _num_global_experts\)"),
         ("rank", r"1 ranks with 2 each do not make the 4 experts"),
     ],
