@@ -15,6 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from unittest import mock
 
 import torch
+from torch import Tensor
+
+SHARED_MEMORY = {80: 166912, 90: 232448}  # bytes of a program, by architecture
 
 Jobs = dict[tuple, tuple]  # kernel and specialisation -> the kernel, and its specialisation as text
 
@@ -23,14 +26,34 @@ class _Target:
     """What compilation asks of Triton's driver. It is read before the fork: a forked process cannot
     use CUDA."""
 
-    def __init__(self, driver) -> None:
-        self.device, self.target = driver.get_current_device(), driver.get_current_target()
+    def __init__(self, device: int, target) -> None:
+        self.device, self.target = device, target
 
     def get_current_device(self) -> int:
         return self.device
 
     def get_current_target(self):
         return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def without_a_gpu(architecture: int) -> None:
+    """From here on `compile_ahead` compiles for NVIDIA's GPUs of an architecture, and layers with
+    `kernels="triton"` take a CPU's tensors. Nothing can be launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from moe_core.ops import backend
+    from moe_core.ops.ffn import triton as ffn
+
+    def shared_memory(tokens: Tensor) -> int:
+        return 0 if tokens.dtype == torch.float32 else SHARED_MEMORY[architecture]
+
+    driver.set_active(_Target(0, GPUTarget("cuda", architecture, 32)))
+    backend._triton_obstacle = lambda device: None
+    ffn._shared_memory = shared_memory
 
 
 def compile_in_another_process() -> None:
@@ -91,7 +114,8 @@ def _recorded(jobs: Jobs) -> Iterator[None]:
 def _compile(jobs: list[tuple], processes: int) -> None:
     from triton.runtime import driver
 
-    target, children = _Target(driver.active), []
+    active, children = driver.active, []
+    target = _Target(active.get_current_device(), active.get_current_target())
     for i in range(min(processes, len(jobs))):
         child = os.fork()
         if child == 0:

@@ -3,6 +3,7 @@
     python benchmarks/campaign.py --minutes 9      (a GPU; again, until nothing is postponed)
     python benchmarks/campaign.py --dry-run        (tiny shapes on a CPU)
     python benchmarks/campaign.py --wheels [FOLDER]    (what to carry; FOLDER: download)
+    python benchmarks/campaign.py --precompile     (kernels to carry, without a GPU)
 
 Each call goes on where the earlier ones of the same commit and device stopped, in the order of
 importance, and begins no section for which too little time is left. A section is a process with a
@@ -26,19 +27,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
-from campaign_sections import ROOT, SECTIONS, Section
+from campaign_sections import PRECOMPILED, ROOT, SECTIONS, Section
+from carried_kernels import ARCHITECTURES, KERNELS, pack, unpack, versions_here, versions_of
 from wheels import CARRIED, WheelError, collect, missing, unpack_missing
 
 CARRIED_RESULTS = ROOT / "output" / "campaign"
 PACKAGES = ROOT / "output" / "wheels"
-KERNELS = ROOT / "output" / "triton"  # Triton's cache has absolute paths
 MOST_MINUTES = 1440  # a day
 RESERVED = 3.0  # seconds reserved for the last report and the end of the last section
 DRY_SECONDS = 30.0  # that a section of a dry run may need
@@ -70,6 +70,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--wheels", nargs="?", const="", metavar="FOLDER", help="list or download, then end"
     )
+    parser.add_argument(
+        "--precompile", action="store_true", help="write --output/kernels.tar.gz, then end"
+    )
     return parser.parse_args()
 
 
@@ -80,6 +83,8 @@ def main() -> int:
     try:
         if args.wheels is not None:
             return carry(args.wheels)
+        if args.precompile:
+            return precompile(args)
         return campaign(args)
     except (CampaignError, WheelError) as error:
         print(f"campaign.py: {error}", file=sys.stderr)
@@ -92,6 +97,25 @@ def carry(folder: str) -> int:
         collect(Path(folder))
     else:
         print("\n".join(CARRIED))
+    return 0
+
+
+def precompile(args: argparse.Namespace) -> int:
+    """Compile the kernels of the layers, and of the check before their first use, without a GPU."""
+    args.output = args.output.resolve()
+    prepare_output(args.output)
+    with tempfile.TemporaryDirectory(prefix="campaign-") as scratch:
+        kernels = Path(scratch, "kernels")
+        environment = prepare_packages(args.packages, Path(scratch))
+        environment["TRITON_CACHE_DIR"] = str(kernels)
+        for architecture in ARCHITECTURES:
+            words = ["benchmarks/kernels.py", "layer", "--compile"]
+            words += ["--architecture", f"{architecture}", "--shapes", *PRECOMPILED.split()]
+            done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment)
+            if done.returncode != 0 or not kernels.exists():
+                raise CampaignError(f"kernels do not compile for sm_{architecture}")
+        count = len(list(kernels.rglob("*.cubin")))
+        print(f"{pack(args.output, kernels, versions_here())}: {count} kernels")
     return 0
 
 
@@ -108,7 +132,9 @@ def campaign(args: argparse.Namespace) -> int:
         environment = prepare_packages(args.packages, Path(scratch))
         device = describe_device(args.dry_run, args.commit, environment)
         state = open_state(args.output, args.dry_run, device)
-        unpack_kernels(args.output)
+        if not args.dry_run:
+            for folder in dict.fromkeys((args.output, CARRIED_RESULTS)):
+                unpack(folder, versions_of(device))
         run_sections(state, args, deadline, environment)
     chosen = chosen_sections(args)
     records = state["sections"]
@@ -320,8 +346,8 @@ def run_sections(
         print(f"{section.name}: {record['status']}, {record['seconds']:.0f} s", flush=True)
         write_report(state, folder)
         clear(folder)
-        if "compile" in section.name:
-            pack_kernels(folder)
+        if "compile" in section.name and KERNELS.exists():
+            pack(folder, KERNELS, versions_of(state["environment"]))
     write_report(state, folder)
 
 
@@ -433,25 +459,6 @@ def clear(folder: Path) -> None:
     """Remove the files of the section that ran."""
     for file in [*folder.glob("running.*"), *folder.glob(".running.*")]:
         file.unlink()
-
-
-# Compiled kernels, for a later call on a machine that has none
-
-
-def pack_kernels(folder: Path) -> None:
-    temporary = folder / ".kernels.tar.gz"
-    if KERNELS.exists():
-        with tarfile.open(temporary, "w:gz") as archive:
-            archive.add(KERNELS, KERNELS.name)
-        temporary.replace(folder / "kernels.tar.gz")
-
-
-def unpack_kernels(folder: Path) -> None:
-    for place in (folder, CARRIED_RESULTS):
-        file = place / "kernels.tar.gz"
-        if file.exists() and not KERNELS.exists():
-            with tarfile.open(file) as archive:
-                archive.extractall(KERNELS.parent, filter="data")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ OTHER_SHAPES = "18432x768x8 4608x1024x8 4608x1024x32"
 # 32 experts with a quarter of the hidden dim, of which a token chooses 4: stage 3 of SwinV2-B, and
 # narrow blocks
 FINE_SHAPES = "18432x512x32x4x512 narrow"
+# All kernels of these layers; SHAPES_512 has those of SHAPES_128
+PRECOMPILED = f"{SHAPES_128} {HOST_SHAPES} {FINE_SHAPES} {OTHER_SHAPES}"
 # 72, 144, 576, 2,304 and 9,216 rows an expert, for the choice between forms
 TILE_SHAPES = "2304x512x32 18432x512x128 18432x512x32 18432x512x8 73728x512x8"
 TEST_SECONDS = 120  # of one test; the first of a kernel compiles it

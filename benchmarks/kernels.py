@@ -3,11 +3,13 @@ SwinV2-MoE beside its dense twin, in training and in inference, by torch's profi
 
     python benchmarks/kernels.py layer             (18432x512x8 and 18432x512x32 on a GPU)
     python benchmarks/kernels.py network           (the options of model.py; 2 minutes on two cores)
+    python benchmarks/kernels.py layer --compile --architecture 90    (needs no GPU)
     ncu --clock-control none python benchmarks/kernels.py layer --bare
 
 On a CPU these are torch's operators. `the pass` is its time without the profiler: on a GPU, what
 the kernels leave of it is time in which the device waits for the host. --compile only compiles the
-kernels, with all cores (ahead.py). --bare runs each pass twice and times nothing, for other
+kernels, with all cores (ahead.py); with --architecture for a GPU that is not here, also those of
+the check before their first use. --bare runs each pass twice and times nothing, for other
 profilers and for compute-sanitizer.
 """
 
@@ -16,10 +18,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-from ahead import compile_ahead, without_verification
+from ahead import SHARED_MEMORY, compile_ahead, without_a_gpu, without_verification
 from layer import Case, shapes_of
 from model import make_parser, plans
 from results_file import Table, keep, publish
@@ -27,6 +30,7 @@ from timing import CALLS_NOTE, timed
 from torch.profiler import ProfilerActivity, profile
 
 from moe_core import prepared
+from moe_core.ops.backend import Checked, Request
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.spread import median_and_spread
@@ -49,15 +53,29 @@ class Kernel(NamedTuple):
 def layers(args) -> Passes:
     """Passes of the layer and of the dense network, of each shape and mode."""
     for shape, dtype in ((s, d) for s in shapes_of(args.shapes) for d in args.dtypes):
-        case = Case(shape, dtype, args.device, peers=False, check=not args.compile)
-        x = case.x.detach()
-        for name in case.in_same_dtype():
+        kernels = "triton" if args.architecture else "auto"
+        check = not args.compile
+        case = Case(shape, dtype, args.device, peers=False, check=check, kernels=[kernels])
+        x, names = case.x.detach(), case.in_same_dtype()
+        if args.architecture:
+            names = list(case.layers)
+        for name in names:
             label = f"{'x'.join(map(str, shape))}, {dtype}, {name}"
             yield f"{label}, training", partial(case.gradients, name)
             case.layer.eval()
             with prepared(case.layer), torch.no_grad():
                 yield f"{label}, inference", partial(case.alternatives[name], x)
             case.layer.train()
+
+
+def checks(args) -> Passes:
+    """What the engine runs before the first use of a layer's kernels, on a CPU's tensors."""
+    from moe_core.ops.verify import results_of  # it imports triton
+
+    for form, dtype in product(("route", "plan", "combine", "ffn"), args.dtypes):
+        request = Request("triton", "cpu", getattr(torch, dtype), activation="gelu")
+        checked = Checked.of(f"{form}.triton", request)
+        yield checked.name, lambda checked=checked: list(results_of(checked, "triton"))
 
 
 def networks(args) -> Passes:
@@ -128,12 +146,19 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="under the profiler")
     parser.add_argument("--bare", action="store_true", help="run each pass twice, and end")
     parser.add_argument("--compile", action="store_true", help="compile all kernels, and end")
+    parser.add_argument("--architecture", type=int, choices=SHARED_MEMORY,
+                        help="with --compile, of a GPU that is not here")  # fmt: skip
     parser.set_defaults(dtypes=["bfloat16"])
     args = parser.parse_args()
     without_verification()
     passes = networks(args)
     if args.what == "layer":
         passes = layers(args)
+    if args.architecture:
+        if not args.compile or args.what != "layer":
+            parser.error("--architecture goes with layer --compile")
+        without_a_gpu(args.architecture)
+        args.device, passes = "cpu", chain(layers(args), checks(args))
     if args.compile:
         compile_ahead(run for _, run in passes)
     elif args.bare:

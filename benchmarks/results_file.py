@@ -72,6 +72,8 @@ def environment(device: str) -> dict[str, str | int]:
     }
     if device == "cuda":
         described |= {"driver": _driver(), "triton": _version("triton"), "timm": _version("timm")}
+        major, minor = torch.cuda.get_device_capability()
+        described["capability"] = f"{major}.{minor}"
     return described | {"date": f"{datetime.date.today()}"}
 
 

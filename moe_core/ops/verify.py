@@ -93,12 +93,11 @@ def _fault(checked: Checked) -> str | None:
     on_device: AbstractContextManager = nullcontext()
     if checked.device == "cuda":
         on_device = torch.cuda.device(checked.ordinal)
-    case = _CASES[checked.form]
     try:
         with on_device:
             # Freed memory that results may get, so that what a kernel leaves out is NaN.
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
-            forms = case(_Form(checked, "triton")), case(_Form(checked, "torch"))
+            forms = results_of(checked, "triton"), results_of(checked, "torch")
             for (name, value), (_, right) in zip(*forms, strict=True):
                 dtype = checked.dtype
                 if name == _BY_TORCH:
@@ -112,6 +111,11 @@ def _fault(checked: Checked) -> str | None:
         reason = (str(error).strip() or "no message").splitlines()[0]
         return f"{type(error).__name__}: {reason}"
     return ""
+
+
+def results_of(checked: Checked, kernels: str) -> Iterator[tuple[str, Tensor]]:
+    """Run the cases of a form, "triton" or "torch"."""
+    return _CASES[checked.form](_Form(checked, kernels))
 
 
 def _difference(value: Tensor, right: Tensor, dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -309,15 +310,35 @@ def test_all_tests_of_a_gpu_run_operations_first_and_several_processes_last():
     assert len(set(names)) == len(names)
 
 
-def test_compiled_kernels_are_carried(tmp_path, monkeypatch):
-    kernels, elsewhere = tmp_path / "tree/triton", tmp_path / "tree2/triton"
-    (kernels / "AB").mkdir(parents=True)
-    (kernels / "AB" / "a.cubin").write_bytes(b"code")
-    monkeypatch.setattr(campaign, "KERNELS", kernels)
-    campaign.pack_kernels(tmp_path)
-    monkeypatch.setattr(campaign, "KERNELS", elsewhere)
-    campaign.unpack_kernels(tmp_path)
-    assert (elsewhere / "AB" / "a.cubin").read_bytes() == b"code"
+def test_kernels_are_compiled_for_each_architecture_into_one_file(main, tmp_path, monkeypatch):
+    compiled = []
+
+    def run(command, cwd, env):
+        compiled.append(command[command.index("--architecture") + 1])
+        file = Path(env["TRITON_CACHE_DIR"], compiled[-1], "a.cubin")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"code")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(campaign.subprocess, "run", run)
+    status, out, err = main("--precompile")
+    file = tmp_path / "kernels.tar.gz"
+    assert (status, out, err) == (0, f"{file}: 2 kernels\n", "")
+    assert compiled == ["80", "90"]
+    with tarfile.open(file) as archive:
+        assert {"versions.json", "triton/80/a.cubin", "triton/90/a.cubin"} <= set(
+            archive.getnames()
+        )
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_kernels_that_do_not_compile_are_one_line(code, main, monkeypatch, tmp_path):
+    done = SimpleNamespace(returncode=code)  # without a kernel
+    monkeypatch.setattr(campaign.subprocess, "run", lambda *_, **__: done)
+    status, _, err = main("--precompile")
+    assert (status, err) == (2, "campaign.py: kernels do not compile for sm_80\n")
+    assert not any(tmp_path.iterdir())
 
 
 def make_wheel(folder: Path, name: str) -> Path:
