@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -76,6 +77,8 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
+    from moe_core.ops.launch import CachedKernel
+
     compiled, target = {}, GPUTarget("cuda", architecture, 32)
 
     def launcher(function, grid):
@@ -89,6 +92,7 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher, raising=False)
+    monkeypatch.setattr(CachedKernel, "__getitem__", lambda self, grid: launcher(self.kernel, grid))
     return compiled
 
 
@@ -117,3 +121,55 @@ def _compile(target, function, arguments: dict, options: dict):
                 [["tt.divisibility", 16]],
             )
     return compile(ASTSource(function, signature, constants, hints), target, options)
+
+
+class Launch(NamedTuple):
+    """What reached the launch of a compiled kernel."""
+
+    name: str
+    grid: tuple[int, ...]
+    stream: int
+    function: int  # handle of the loaded kernel
+    arguments: tuple
+
+
+class StubDriver:
+    """Triton's driver of an H100 that is not here. Launches are noted."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launch] = []
+        self.utils = self
+        self.process = os.getpid()
+        self.device = 0
+        self.num_loaded = 0
+
+    def launcher_cls(self, source, metadata) -> Callable:
+        def launch(x, y, z, stream, function, metadata, described, enter, leave, *arguments):
+            for hook in (enter, leave):
+                if hook is not None:  # as in C
+                    hook(described)
+            self.launched.append(Launch(source.name, (x, y, z), stream, function, arguments))
+
+        return launch
+
+    def load_binary(self, *args) -> tuple:
+        self.num_loaded += 1
+        return 1, self.num_loaded, 0, 0, 1024
+
+    def get_device_properties(self, device) -> dict:
+        return {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32}
+
+    def unload_module(self, *args) -> None:
+        pass
+
+    def get_current_device(self) -> int:
+        assert os.getpid() == self.process, "CUDA cannot be used in a forked process"
+        return self.device
+
+    def get_current_stream(self, device=0) -> int:
+        return 7 + device
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_cases import StubDriver
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import ahead
@@ -30,37 +31,6 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-class Driver:
-    """Triton's driver of an H100 that is not here. Launches are noted."""
-
-    def __init__(self) -> None:
-        self.launched: list[str] = []
-        self.utils = self
-        self.process = os.getpid()
-
-    def launcher_cls(self, source, metadata):
-        return lambda *args: self.launched.append(source.name)
-
-    def load_binary(self, *args) -> tuple:
-        return 1, 1, 0, 0, 1024
-
-    def get_device_properties(self, device) -> dict:
-        return {"max_shared_mem": 232448, "max_num_regs": 65536, "warpSize": 32}
-
-    def unload_module(self, *args) -> None:
-        pass
-
-    def get_current_device(self) -> int:
-        assert os.getpid() == self.process, "CUDA cannot be used in a forked process"
-        return 0
-
-    def get_current_stream(self, device=0) -> int:
-        return 0
-
-    def get_current_target(self):
-        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
-
-
 @triton.jit
 def double(source, target, size, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +41,7 @@ def double(source, target, size, BLOCK: tl.constexpr):
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    found = Driver()
+    found = StubDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", found)
     yield found
     double.device_caches.clear()
@@ -103,7 +73,7 @@ def test_kernels_are_in_the_cache_before_their_first_launch(driver, monkeypatch)
     run(128)
     run(256)
     assert hits == [True, True]
-    assert driver.launched == ["double", "double"]
+    assert [launch.name for launch in driver.launched] == ["double", "double"]
 
 
 def test_carried_kernels_are_found_where_they_are_unpacked(driver, tmp_path, monkeypatch):

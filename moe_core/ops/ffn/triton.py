@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.ops.backend import KERNEL_ACTIVATIONS
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, on_device_of
 from moe_core.ops.blocks import cdiv, next_power_of_2
 from moe_core.ops.combine.triton import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import Dropout
@@ -71,7 +71,7 @@ def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
     With `inputs.keep_hidden`, the second result is the hidden layer [N, H] before the activation.
     For gated experts it is [2 N, H]: the products with w1, then those with w3.
     """
-    with torch.cuda.device_of(inputs.tokens):
+    with on_device_of(inputs.tokens):
         return _forward(inputs)
 
 
@@ -82,7 +82,7 @@ def backward(
 
     The gradients of weights have the dtype of the weights.
     """
-    with torch.cuda.device_of(inputs.tokens):
+    with on_device_of(inputs.tokens):
         return _backward(inputs, grad, hidden, needs)
 
 
@@ -101,9 +101,7 @@ def _forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
         call.for_hidden,
         call.hidden_dim,
         (call.tokens, call.choices, call.blocks, w1, b1, w3, b3, inputs.seed, kept_hidden, h),
-        TOP_K=call.top_k,
-        num_rows=call.num_rows,
-        **call.constants,
+        (call.top_k, call.num_rows, *call.constants),
     )
     gates = _contiguous(inputs.gates)
     return call.to_tokens([(h, w2)], b2, gates, inputs.kept), hidden
@@ -132,10 +130,8 @@ def _backward(
         call.small,
         call.hidden_dim,
         (grad, call.choices, call.blocks, weights.w2, hidden, inputs.seed, gates, *results),
-        num_rows=call.num_rows,
-        GATED=inputs.w3 is not None,
+        (call.num_rows, inputs.w3 is not None, *call.constants),
         **call.hidden_grad_options,
-        **call.constants,
     )
     by_weight: dict[str, Tensor] = {}
     if weighted is not None:
@@ -197,11 +193,8 @@ class _Call:
         if shared_memory >= 200_000:
             self.for_weights = large
         dropout = Dropout.of(inputs.dropout)
-        self.constants = {
-            "ACTIVATION": KERNEL_ACTIVATIONS.index(inputs.activation),
-            "LEAST": dropout.threshold,
-            "SCALE": dropout.scale,
-        }
+        activation = KERNEL_ACTIVATIONS.index(inputs.activation)
+        self.constants = (activation, dropout.threshold, dropout.scale)
         # An upper bound: full blocks, and at most one partial block for each expert.
         self.num_blocks = self.num_rows // self.small.rows + min(self.num_experts, self.num_rows)
         self.blocks = self.offsets.new_empty(3, self.num_blocks, dtype=torch.int32)
@@ -223,21 +216,17 @@ class _Call:
             return None
         return self.tokens.new_empty(shape, dtype=torch.float32)
 
-    def over_blocks(self, kernel, tile: Tile, width: int, arguments: tuple, **constants) -> None:
+    def over_blocks(
+        self, kernel, tile: Tile, width: int, arguments: tuple, constants: tuple = (), **options
+    ) -> None:
         """Launch a kernel with one program for each tile of each block."""
         if self.num_blocks == 0:
             return
-        sizes = (self.num_blocks, self.model_dim, self.hidden_dim)
         kernel[(self.num_blocks * cdiv(width, tile.columns),)](
-            *arguments,
-            *sizes,
-            **constants,
-            BLOCK_N=tile.rows,
-            BLOCK_COLUMNS=tile.columns,
-            BLOCK_K=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            *arguments, self.num_blocks, self.model_dim, self.hidden_dim, *constants,
+            tile.rows, tile.columns, tile.depth,
+            num_warps=tile.warps, num_stages=tile.stages, **options,
+        )  # fmt: skip
 
     def to_tokens(self, pairs: list[tuple[Tensor, Tensor]], bias, gates, kept) -> Tensor:
         """For each token [T, M], the sum of its rows of h w, weighted by the gates.

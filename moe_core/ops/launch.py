@@ -1,0 +1,117 @@
+"""Triton kernels that take the host a third of the time to launch.
+
+For each launch Triton 3.6 describes the arguments anew in Python, hashes this and its text, and
+calls chains of hooks that are empty. A `CachedKernel` keeps the compiled kernels by what Triton
+compiles for, and calls them directly.
+
+Triton itself launches all that is not plain: the first launch of a specialisation, a pointer that
+is not a multiple of 16, a number beyond 31 bits, launches that a profiler's hook watches, devices
+of other makers, its interpreter, and other versions of Triton, whose inner names may differ.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import triton
+from triton.runtime.jit import JITFunction
+
+_IS_KNOWN = triton.__version__.startswith("3.6.")
+if _IS_KNOWN:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver
+
+# Generated for each kernel, as Triton's own functions of this kind are: in a loop over the
+# parameters it would take 1.6 times as long.
+_LAUNCHER = """
+def launch(_grid, {names}, **_options):
+    _key = _kept = None
+    _active = _driver.active
+    _device = _active.get_current_device()
+    try:
+        if {conditions}:
+            _settings = (_runtime.debug, _compilation.instrumentation_mode)
+            _key = ({parts}, _device, *_settings, *_options.items())
+            _kept = _compiled.get(_key)
+    except AttributeError:
+        pass  # an argument is neither a pointer nor declared as a constant or a number
+    if _kept is None or _is_watched():
+        return _launch_by_triton(_key, _grid, ({names}), _options)
+    _x, _y, _z = (*_grid, 1, 1)[:3]
+    _run, _function, _metadata = _kept
+    _stream = _active.get_current_stream(_device)
+    _run(_x, _y, _z, _stream, _function, _metadata, None, None, None, {names})
+"""
+
+
+def cached_launch(kernel):
+    """Decorator of a kernel of `triton.jit`, whose parameters are pointers, constants, and numbers
+    that are not specialised. It is launched with positional arguments and a tuple as grid."""
+    if _IS_KNOWN and isinstance(kernel, JITFunction):
+        return CachedKernel(kernel)
+    return kernel
+
+
+class CachedKernel:
+    """A kernel, launched as `kernel[grid](*arguments, num_warps=4)`."""
+
+    def __init__(self, kernel: JITFunction) -> None:
+        self.kernel = kernel
+        # What a launch takes besides the arguments, by the specialisation.
+        self._compiled: dict[tuple, tuple] = {}
+        scope = {
+            "_driver": driver,
+            "_runtime": knobs.runtime,
+            "_compilation": knobs.compilation,
+            "_compiled": self._compiled,
+            "_is_watched": self._is_watched,
+            "_launch_by_triton": self._launch_by_triton,
+        }
+        exec(_launcher_of(kernel), scope)
+        self._launch: Callable = scope["launch"]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch_by_triton(self, key, grid, arguments, options) -> None:
+        compiled = self.kernel[grid](*arguments, **options)
+        if key is not None and _is_for_nvidia(compiled):
+            self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+
+    def _is_watched(self) -> bool:
+        """Whether a hook wants to see the launch, or Triton would refuse it."""
+        runtime, kernel = knobs.runtime, self.kernel
+        if getattr(runtime.launch_enter_hook, "calls", True) or kernel.pre_run_hooks:
+            return True
+        if getattr(runtime.launch_exit_hook, "calls", True):
+            return True
+        # Global constants, which must not change after compilation.
+        for (name, _), (value, scope) in kernel.used_global_vals.items():
+            if scope.get(name) != value:
+                return True
+        return False
+
+
+def _is_for_nvidia(compiled) -> bool:
+    """Other makers' kernels depend on more than a pointer's dtype and alignment. What has no
+    compiled kernel was not launched."""
+    return type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda"
+
+
+def _launcher_of(kernel: JITFunction) -> str:
+    addresses, conditions, parts = [], [], []
+    for parameter in kernel.params:
+        name = parameter.name
+        if parameter.is_constexpr:
+            parts.append(name)
+        elif parameter.do_not_specialize:
+            conditions.append(f"type({name}) is int and 0 <= {name} < {2**31}")
+        else:
+            addresses.append(f"(0 if {name} is None else {name}.data_ptr())")
+            parts.append(f"None if {name} is None else {name}.dtype")
+    conditions.append(f"({' | '.join(addresses)}) % 16 == 0")
+    return _LAUNCHER.format(
+        names=", ".join(kernel.arg_names),
+        conditions=" and ".join(conditions),
+        parts=", ".join(parts),
+    )
