@@ -335,8 +335,8 @@ def expert_priority(scores: Tensor, num_images: int, per_image: bool) -> Tensor:
 def factor_by_image(
     capacity_factor: float | Tensor, num_images: int, num_tokens: int, num_experts: int
 ) -> float | Tensor:
-    """The capacity factor with which an expert takes as many tokens from each of `num_images` as it
-    takes from an image alone. Without it, the capacity is rounded for the batch as a whole."""
+    """The capacity factor with which an expert takes as many tokens from each of `num_images`
+    images as from one image alone: the capacity is then rounded for an image, not for the batch."""
     if isinstance(capacity_factor, Tensor) or num_tokens == 0:
         return capacity_factor
     factor, length = abs(capacity_factor), num_tokens // num_images

@@ -267,7 +267,9 @@ def _num_classes(
             f"{source}: has {num_classes} classes, MODEL.NUM_CLASSES is {config.num_classes}"
         )
     if class_names and len(class_names) != num_classes:
-        raise UserError(f"{source}: has {num_classes} classes, the names are {len(class_names)}")
+        raise UserError(
+            f"{source}: has {num_classes} classes, there are {len(class_names)} class names"
+        )
     return num_classes
 
 

@@ -184,7 +184,7 @@ def test_class_names(files, refused, cfg, tmp_path):
     refused(command, f"--class-names {names}: cannot be read")
     names.unlink()
     names.write_text("a\nb\n")
-    refused(command, "has 5 classes, the names are 2")
+    refused(command, "has 5 classes, there are 2 class names")
     for text, message in (
         ("", "is empty"),
         ("a\n \nc\nd\ne\n", "line 2 is ' ', a blank name"),
