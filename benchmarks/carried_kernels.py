@@ -53,12 +53,15 @@ def pack(folder: Path, kernels: Path, versions: dict) -> Path:
     return file
 
 
-def unpack(folder: Path, versions: dict) -> None:
-    """Unpack the kernels that were carried, if there are none. A file that does not fit is named,
-    and the sections compile their own."""
+def unpack(folder: Path, versions: dict) -> bool:
+    """Unpack the kernels that were carried, if there are none. A file that does not fit is named.
+
+    Returns:
+        Whether they were unpacked.
+    """
     file = folder / FILE
     if KERNELS.exists() or not file.exists():
-        return
+        return False
     KERNELS.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=KERNELS.parent, prefix=".kernels-") as scratch:
         try:
@@ -69,6 +72,7 @@ def unpack(folder: Path, versions: dict) -> None:
             print(f"{file}: {problem}; not used", flush=True)
         else:
             Path(scratch, FOLDER).replace(KERNELS)
+    return not problem
 
 
 def _unpack(file: Path, scratch: Path, versions: dict) -> str:

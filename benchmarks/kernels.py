@@ -8,8 +8,8 @@ SwinV2-MoE beside its dense twin, in training and in inference, by torch's profi
 
 On a CPU these are torch's operators. `the pass` is its time without the profiler: on a GPU, what
 the kernels leave of it is time in which the device waits for the host. --compile only compiles the
-kernels, with all cores (ahead.py); with --architecture for a GPU that is not here, also those of
-the check before their first use. --bare runs each pass twice and times nothing, for other
+kernels, with all cores (ahead.py), of a layer also those of the check before their first use; with
+--architecture for a GPU that is not here. --bare runs each pass twice and times nothing, for other
 profilers and for compute-sanitizer.
 """
 
@@ -69,11 +69,11 @@ def layers(args) -> Passes:
 
 
 def checks(args) -> Passes:
-    """What the engine runs before the first use of a layer's kernels, on a CPU's tensors."""
+    """What the engine runs before the first use of a layer's kernels."""
     from moe_core.ops.verify import results_of  # it imports triton
 
     for form, dtype in product(("route", "plan", "combine", "ffn"), args.dtypes):
-        request = Request("triton", "cpu", getattr(torch, dtype), activation="gelu")
+        request = Request("triton", args.device, getattr(torch, dtype), activation="gelu")
         checked = Checked.of(f"{form}.triton", request)
         yield checked.name, lambda checked=checked: list(results_of(checked, "triton"))
 
@@ -158,7 +158,9 @@ def main() -> None:
         if not args.compile or args.what != "layer":
             parser.error("--architecture goes with layer --compile")
         without_a_gpu(args.architecture)
-        args.device, passes = "cpu", chain(layers(args), checks(args))
+        args.device = "cpu"
+    if args.compile and args.what == "layer":
+        passes = chain(passes, checks(args))
     if args.compile:
         compile_ahead(run for _, run in passes)
     elif args.bare:

@@ -193,12 +193,12 @@ def main() -> None:
         print(Table(f"Predicted, {ceilings.device}", command, COLUMNS, rows).markdown())
         return
     columns = [*COLUMNS, "measured (to expected)", "speed to dense", ""]
-    found = {}
+    found: dict[str, list[list[str]]] = {}
     for table in tables_of(args.against):
         device = table["environment"]["device"]
         if device != ceilings.device:
             raise UserError(f"{args.against} is of {device}, the ceilings are of {ceilings.device}")
-        found[table["title"]] = list(compared(ceilings, table))
+        found.setdefault(table["title"], []).extend(compared(ceilings, table))
     if not any(found.values()):
         raise UserError(f"{args.against} has no rows of benchmarks/layer.py in bfloat16")
     for title, rows in found.items():

@@ -84,7 +84,8 @@ def test_carried_kernels_are_found_where_they_are_unpacked(driver, tmp_path, mon
     carried_kernels.pack(tmp_path, compiled, carried_kernels.versions_here())
     compiled.rename(tmp_path / "gone")
     monkeypatch.setattr(carried_kernels, "KERNELS", place)
-    carried_kernels.unpack(tmp_path, H100)
+    assert carried_kernels.unpack(tmp_path, H100)
+    assert not carried_kernels.unpack(tmp_path, H100)  # these may be newer
     assert [file.name for file in place.parent.iterdir()] == ["triton"]
     monkeypatch.setattr(triton.knobs.cache, "dir", str(place))
     double.device_caches.clear()
@@ -109,7 +110,7 @@ def test_kernels_for_other_versions_are_not_used(other, named, tmp_path, monkeyp
     (tmp_path / "kernels").mkdir()
     versions = {"python": "3.12", "triton": "3.6.0", "capabilities": ["8.0", "9.0"]}
     file = carried_kernels.pack(tmp_path, tmp_path / "kernels", versions)
-    carried_kernels.unpack(tmp_path, versions | {"capabilities": ["9.0"]} | other)
+    assert not carried_kernels.unpack(tmp_path, versions | {"capabilities": ["9.0"]} | other)
     assert capsys.readouterr().out == f"{file}: {named}; not used\n"
     assert list((tmp_path / "tree").iterdir()) == []
 

@@ -177,6 +177,19 @@ def test_measured_rows_are_inside_or_outside(tmp_path, monkeypatch, capsys):
     assert "1 of 3 rows are inside" in printed
 
 
+def test_a_campaign_has_ceilings_and_rows_of_several_sections(tmp_path, monkeypatch, capsys):
+    row = {"shape": SHAPES[0], "dtype": "bfloat16", "timing": "graph replay", "pass": "training"}
+    row |= {"name": "moe_core", "ratio": [1.0], "ms": [1.0]}
+    parts = [ceilings(tmp_path), *2 * [results(tmp_path, row, title="One MoE layer")]]
+    sections = {f"{i}": json.loads(part.read_text()) for i, part in enumerate(parts)}
+    campaign = tmp_path / "campaign.json"
+    campaign.write_text(json.dumps({"sections": sections}))
+    words = ["predict.py", str(campaign), "--against", str(campaign)]
+    monkeypatch.setattr(sys, "argv", words)
+    predict.main()
+    assert "of 2 rows are inside" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [
