@@ -216,9 +216,10 @@ def main() -> None:
     args = parse()
     config = None
     if not args.run:
-        from swinv2_moe.config import load_config
+        from swinv2_moe.config import as_opts, load_config
+        from swinv2_moe.measure.configurations import NOTHING_LOADED
 
-        config = load_config(args.cfg, args.opts)
+        config = load_config(args.cfg, [*args.opts, *as_opts(NOTHING_LOADED)])
     from swinv2_moe.measure import cluster
 
     machine = cluster.machine_named(args.profile)

@@ -88,6 +88,11 @@ def test_table_and_figure(monkeypatch, capsys, tmp_path):
         assert len(image.convert("RGB").getcolors(2**24)) > 20  # drawn on
 
 
+def test_a_configuration_of_fine_tuning_needs_no_images_and_no_weights(rows):
+    found, _ = rows("--cfg tiny_imagenet/finetune_96 --nodes 1 --gpus-per-node 1")
+    assert 1 in found
+
+
 def test_a_dense_model_exchanges_nothing(rows):
     found, _ = rows(*CFG, CLUSTER, "--opts MODEL.MOE.NUM_EXPERTS 0")
     assert len(found) == 13

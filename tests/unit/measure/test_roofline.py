@@ -316,6 +316,11 @@ def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
     assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
 
 
+def test_a_step_of_fine_tuning_needs_no_weights(tmp_path):
+    file = QUICKSTART.parent / "tiny_imagenet" / "finetune_96.yaml"
+    assert repeatable_step(file, [], str(tmp_path), 4).MODEL.CLASS_MAP == ""
+
+
 def test_opts_that_would_be_ignored():
     for opts, message in (
         ("TRAIN.ACCUMULATION_STEPS 4", "ACCUMULATION_STEPS is 4, but what is measured has 1"),

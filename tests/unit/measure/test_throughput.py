@@ -185,6 +185,12 @@ def test_a_configuration_that_names_no_data_and_mixes_images_is_measured_too():
     assert found[1].TRAIN.ACCUMULATION_STEPS == 1
 
 
+def test_a_configuration_of_fine_tuning_is_measured_without_weights():
+    file = QUICKSTART.parent / "tiny_imagenet" / "finetune_96.yaml"
+    (found,) = combinations(file, [], Options(("inference",), (1,)))
+    assert found[1].MODEL.CLASS_MAP == ""
+
+
 def test_a_dense_configuration_is_refused():
     with pytest.raises(UserError, match=r"quickstart_digits\.yaml: MODEL\.MOE\.NUM_EXPERTS is 0"):
         combinations(QUICKSTART, ["MODEL.MOE.NUM_EXPERTS", "0"], Options())
