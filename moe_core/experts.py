@@ -269,7 +269,7 @@ class Experts(nn.Module):
         if plan is None or config.int8_inference:
             return False
         kernel = (config.activation, config.kernels)
-        return prefers_unpacked(x, self.parameters_by_field, plan, *kernel)
+        return prefers_unpacked(x, self.w1, plan, *kernel)
 
 
 class SharedExperts(Experts):

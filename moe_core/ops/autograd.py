@@ -68,7 +68,7 @@ def _is_watched(arguments: Sequence) -> bool:
         return True
     if torch.autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
         return True
-    if not all(type(argument) in _PLAIN_TYPES for argument in arguments) or arguments[0].is_meta:
+    if not _PLAIN_TYPES.issuperset(map(type, arguments)) or arguments[0].is_meta:
         return True
     # With is_grads_batched, gradients are batched tensors, for which torch has a rule of its own.
     is_batched = torch._C._functorch.is_legacy_batchedtensor

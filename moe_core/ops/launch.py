@@ -33,9 +33,12 @@ def launch(_grid, {names}, **_options):
             _settings = (_runtime.debug, _compilation.instrumentation_mode)
             _key = ({parts}, _device, *_settings, *_options.items())
             _kept = _compiled.get(_key)
-    except AttributeError:
-        pass  # an argument is neither a pointer nor declared as a constant or a number
-    if _kept is None or _is_watched():
+        _hooks = _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
+    except AttributeError:  # an argument of another kind, or a hook that is no chain of hooks
+        _kept = None
+    if _kept is None or _hooks or _kernel.pre_run_hooks or (
+        _kernel.used_global_vals and _has_changed()
+    ):
         return _launch_by_triton(_key, _grid, ({names}), _options)
     _x, _y, _z = (*_grid, 1, 1)[:3]
     _run, _function, _metadata = _kept
@@ -64,7 +67,8 @@ class CachedKernel:
             "_runtime": knobs.runtime,
             "_compilation": knobs.compilation,
             "_compiled": self._compiled,
-            "_is_watched": self._is_watched,
+            "_kernel": kernel,
+            "_has_changed": self._has_changed,
             "_launch_by_triton": self._launch_by_triton,
         }
         exec(_launcher_of(kernel), scope)
@@ -78,18 +82,10 @@ class CachedKernel:
         if key is not None and _is_for_nvidia(compiled):
             self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
 
-    def _is_watched(self) -> bool:
-        """Whether a hook wants to see the launch, or Triton would refuse it."""
-        runtime, kernel = knobs.runtime, self.kernel
-        if getattr(runtime.launch_enter_hook, "calls", True) or kernel.pre_run_hooks:
-            return True
-        if getattr(runtime.launch_exit_hook, "calls", True):
-            return True
-        # Global constants, which must not change after compilation.
-        for (name, _), (value, scope) in kernel.used_global_vals.items():
-            if scope.get(name) != value:
-                return True
-        return False
+    def _has_changed(self) -> bool:
+        """Whether a global constant has changed since compilation, which Triton refuses."""
+        constants = self.kernel.used_global_vals.items()
+        return any(scope.get(name) != value for (name, _), (value, scope) in constants)
 
 
 def _is_for_nvidia(compiled) -> bool:

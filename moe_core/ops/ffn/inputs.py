@@ -28,15 +28,11 @@ class ExpertWeights(NamedTuple):
     def with_tensors(self, tensors: list[Tensor]) -> "ExpertWeights":
         """The inverse of `tensors`: replace the fields that are not None by `tensors`, in order."""
         rest = iter(tensors)
-        by_field: dict[str, Tensor] = {}
-        for name, old in self._asdict().items():
-            if old is not None:
-                by_field[name] = next(rest)
-        return ExpertWeights._make([by_field.get(name) for name in self._fields])
+        return self.map(lambda _: next(rest))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ExpertWeights":
         """Apply `function` to each field that is not None."""
-        return self.with_tensors([function(tensor) for tensor in self.tensors()])
+        return ExpertWeights._make([None if x is None else function(x) for x in self])
 
     def matrices(self) -> "ExpertWeights":
         """The weights without the biases, which become None."""

@@ -106,7 +106,7 @@ def moe_ffn(
     if isinstance(weights, ExpertWeights) and not in_transform(tokens):
         form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
         if form != "ffn.reference":
-            weights.check(activation, tokens.shape[1], len(plan.offsets))
+            weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
             settings = (activation, dropout, kernels, form)
             return _fused(tokens, gates, weights, plan, settings, casts)
     rows = dispatch(tokens, plan, kernels)
@@ -118,18 +118,18 @@ def moe_ffn(
 
 def prefers_unpacked(
     tokens: Tensor,
-    weights: ExpertWeights,
+    weight: Tensor,
     plan: DispatchPlan,
     activation: str,
     kernels: str = "auto",
 ) -> bool:
-    """Whether `moe_ffn` is faster with weights that are not packed before.
+    """Whether `moe_ffn` is faster with weights like `weight` that are not packed before.
 
     It is with many rows of a narrow layer, since with packed weights the hidden layer has to be
     transposed.
     """
-    num_experts, _, model_dim = weights.w1.shape
-    form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
+    num_experts, _, model_dim = weight.shape
+    form = _form(tokens.device.type, tokens.dtype, weight.dtype, activation, kernels)
     if model_dim > 128 or form != "ffn.cpp":
         return False
     # A comparison would fix the number of tokens of an exported program.

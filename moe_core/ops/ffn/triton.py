@@ -174,7 +174,7 @@ class _Call:
         self.choices = inputs.choices.contiguous()
         self.offsets = inputs.offsets.contiguous()
         self.slots = inputs.slots.contiguous()
-        self.num_rows, self.top_k = len(self.choices), self.slots.shape[1]
+        self.num_rows, self.top_k = self.choices.shape[0], self.slots.shape[1]
         rows_per_expert = self.num_rows / self.num_experts
         shared_memory = _shared_memory(self.tokens)
         self.small, self.large = tiles(rows_per_expert, self.model_dim, shared_memory)
@@ -247,7 +247,7 @@ class _Call:
         dtype = h.dtype
         if gates is not None:
             dtype = torch.promote_types(dtype, gates.dtype)
-        out = h.new_empty(len(self.slots), self.model_dim, dtype=dtype)
+        out = h.new_empty(self.slots.shape[0], self.model_dim, dtype=dtype)
         if kept is not None:
             out.zero_()
         to_places = (h, self.blocks, w, other_h, other_w, bias, self.choices, gates, out)
