@@ -107,6 +107,7 @@ PUBLIC = [
     "moe_core.export",
     "moe_core.files",
     "moe_core.ops.autograd",
+    "moe_core.ops.launch",
     "moe_core.ops.route.reference",
     "moe_core.context",
     "moe_core.options",

@@ -18,6 +18,7 @@ CachedKernel, cached_launch = launch.CachedKernel, launch.cached_launch
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no launches")
 FORMS = ("route.triton", "route.loss_triton", "plan.triton", "combine.triton", "ffn.triton")
+ATTENTION = "swinv2_moe.models.triton_window_attention"
 FACTOR = tl.constexpr(2)
 
 
@@ -35,7 +36,8 @@ def with_specialised_size(source, target, size, BLOCK: tl.constexpr):
 
 
 def cached_kernels() -> list:
-    modules = [importlib.import_module(f"moe_core.ops.{form}") for form in FORMS]
+    names = [*(f"moe_core.ops.{form}" for form in FORMS), ATTENTION]
+    modules = [importlib.import_module(name) for name in names]
     named = {name: value for module in modules for name, value in vars(module).items()}
     found = [value for value in named.values() if isinstance(value, CachedKernel)]
     return [*found, double, with_specialised_size]
@@ -240,3 +242,19 @@ def description(argument: object) -> object:
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.shape, argument.data_ptr() % 16
     return type(argument), argument
+
+
+def test_window_attention(driver, no_launch_by_triton):
+    attention = importlib.import_module(ATTENTION)
+    qkv, bias = torch.zeros(8, 16, 3, 2, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16)
+
+    def step() -> None:
+        arguments = (qkv, bias, None, torch.ones(2))
+        out, lse = attention.forward(*arguments, True)
+        attention.backward(out, *arguments, out, lse, True)
+
+    step()
+    no_launch_by_triton()
+    step()
+    names = ["_forward_kernel", "_backward_queries_kernel", "_backward_keys_kernel"]
+    assert [launched.name for launched in driver.launched] == 2 * names
