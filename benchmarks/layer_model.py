@@ -150,6 +150,7 @@ KERNELS = {LAYER: layer_kernels, "dense": dense_kernels}
 def milliseconds(
     shape: Shape, name: str, training: bool, is_graph: bool, machine: Machine
 ) -> float:
+    """The time of a forward pass, in training with the backward pass; `name` is one of KERNELS."""
     kernels = list(KERNELS[name](shape, machine, training))
     launches = sum(kernel.launches for kernel in kernels)
     time = sum(kernel.microseconds(machine) for kernel in kernels) + launches * machine.gap

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from ahead import SHARED_MEMORY
 from campaign_sections import SHAPES_128, SHAPES_512
 from layer import LAYER, Shape, completed, shapes_of
 from layer_model import KERNELS, Machine, milliseconds
@@ -33,10 +34,10 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.spread import quartiles
 
 DEVICES = {  # SMs, bytes of shared memory of a program; the first name that fits
-    "H100 PCIe": (114, 232448),
-    "H100": (132, 232448),
-    "H200": (132, 232448),
-    "A100": (108, 166912),
+    "H100 PCIe": (114, SHARED_MEMORY[90]),
+    "H100": (132, SHARED_MEMORY[90]),
+    "H200": (132, SHARED_MEMORY[90]),
+    "A100": (108, SHARED_MEMORY[80]),
 }
 # Times in microseconds: low, expected, high
 SHORTEST = (1.0, 2.0, 4.0)  # a kernel that moves little
@@ -132,7 +133,7 @@ def tables_of(file: Path) -> list[dict]:
         parts = content["sections"].values() if "sections" in content else [content]
         tables = [table for part in parts for table in part["tables"].values()]
         for table in tables:
-            table["title"], table["environment"]["device"]
+            table["title"], table["environment"]["device"]  # KeyError without them
             table["data"] = [row for row in table["data"] or [] if "ms" in row]
             if not all(time > 0 for row in table["data"] for time in row["ms"]):
                 raise ValueError(table["title"])

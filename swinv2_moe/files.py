@@ -234,6 +234,14 @@ def write_json(path: str | Path, content: object) -> None:
         file.write(json.dumps(content).encode())
 
 
+def is_same_path(first: str | Path, second: str | Path) -> bool:
+    """Whether two names are of one file or directory, by links or `~`, too. "" names nothing."""
+    if not (first and second):
+        return False
+    one, other = (os.path.realpath(os.path.expanduser(path)) for path in (first, second))
+    return one == other
+
+
 def make_directory(path: str | Path) -> None:
     """Make a directory and its parents, unless they exist.
 

@@ -250,14 +250,14 @@ def load(module: str) -> ModuleType:
     return importlib.import_module(f"moe_core.ops.{module}")
 
 
-_HERE: AbstractContextManager = nullcontext()
+_NO_CHANGE: AbstractContextManager = nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """A context in which the tensor's device is the current one, on which Triton launches."""
     # Where nothing changes torch.cuda.device_of takes the host four times as long.
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _HERE
+        return _NO_CHANGE
     return torch.cuda.device_of(tensor)
 
 

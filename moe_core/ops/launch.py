@@ -1,12 +1,12 @@
-"""Triton kernels that take the host a third of the time to launch.
+"""Launches of Triton kernels in about a third of the host's time (docs/log.md).
 
-For each launch Triton 3.6 describes the arguments anew in Python, hashes this and its text, and
-calls chains of hooks that are empty. A `CachedKernel` keeps the compiled kernels by what Triton
-compiles for, and calls them directly.
+At each launch Triton 3.6 inspects all arguments in Python, builds a key from them to find the
+compiled kernel, and calls its launch hooks, mostly none. A `CachedKernel` finds the compiled kernel
+by a shorter key, which differs wherever Triton would compile another one, and launches it directly.
 
-Triton itself launches all that is not plain: the first launch of a specialisation, a pointer that
-is not a multiple of 16, a number beyond 31 bits, launches that a profiler's hook watches, devices
-of other makers, its interpreter, and other versions of Triton, whose inner names may differ.
+Triton itself makes the first launch for each key, and every launch with a pointer that is not a
+multiple of 16, a number beyond 31 bits or a hook. It makes all launches on GPUs that are not
+NVIDIA's, in its interpreter, and in versions other than 3.6, whose internals may differ.
 """
 
 from collections.abc import Callable

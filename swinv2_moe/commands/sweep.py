@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from swinv2_moe.commands.options import CommandParser, output_directory
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import is_same_path
 from swinv2_moe.imports import import_arguments
 from swinv2_moe.output import print_lines
 
@@ -119,7 +120,7 @@ def needs_few_shot(file: Path, data: str) -> bool:
     if not measured:
         return True
     measured_on = measured.get("data", data)
-    if Path(measured_on).expanduser().resolve() != Path(data).expanduser().resolve():
+    if not is_same_path(measured_on, data):
         raise UserError(
             f"{file}: measured on {measured_on}, --transfer is {data}; another --output measures"
             " anew"

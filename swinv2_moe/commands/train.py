@@ -22,6 +22,7 @@ from swinv2_moe.commands.options import (
     add_opts_argument,
 )
 from swinv2_moe.errors import UserError
+from swinv2_moe.files import is_same_path
 from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import print_lines
 
@@ -61,8 +62,7 @@ def _check_same_pictures(data: str, config: Path) -> None:
     from swinv2_moe.config import load_config
 
     trained_on = load_config(str(config)).DATA.PATH
-    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (data, trained_on))
-    if first != second:
+    if not is_same_path(data, trained_on):
         raise UserError(
             f"--data {data}: {config.parent} holds a run on other pictures ({trained_on}); --output"
             " names another directory"

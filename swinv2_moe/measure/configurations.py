@@ -34,8 +34,9 @@ REPEATABLE = {
     "TRAIN.WARMUP_LR": 0,
     "TRAIN.MIN_LR": 0,
 }
-# Settings of a model for which no images and no weights are loaded.
-NOTHING_LOADED = {"DATA.DATASET": "digits", "MODEL.CLASS_MAP": "", "MODEL.UPCYCLE": ""}
+# A model for which no weights are loaded, and one for which no images are loaded either.
+_NO_WEIGHTS = {"MODEL.CLASS_MAP": "", "MODEL.UPCYCLE": ""}
+NOTHING_LOADED = {"DATA.DATASET": "digits"} | _NO_WEIGHTS
 _SPEED_ALONE = REPEATABLE | NOTHING_LOADED | {"DATA.GLOBAL_BATCH_SIZE": 0}
 _DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
 _CAPACITY_FACTOR = {
@@ -186,7 +187,7 @@ def repeatable_step(
         UserError: as `load_config`; also for COMPILE and TRAIN.SHARD_TRUNK, whose operators cannot
             be divided into phases, and for `opts` that have no effect on the measurement.
     """
-    keys = {"DATA.NUM_WORKERS": 0, "MODEL.CLASS_MAP": ""} | REPEATABLE
+    keys = {"DATA.NUM_WORKERS": 0} | _NO_WEIGHTS | REPEATABLE
     if batch_size is not None:
         if batch_size < 1:
             raise UserError(f"--batch-size is {batch_size}, it must be at least 1")

@@ -29,6 +29,7 @@ from swinv2_moe.data.sources import Sources
 from swinv2_moe.data.sources.base import relabelled
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
 from swinv2_moe.errors import UserError, shortened
+from swinv2_moe.files import is_same_path
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.train import checkpoint
@@ -260,7 +261,7 @@ def _configuration(
 ) -> AllSections:
     name = f"checkpoint {source.directory}"
     trained = data_config(config_from_text(source.meta["config"], name))
-    is_same = data is None or _is_same(data, trained.path)
+    is_same = data is None or is_same_path(data, trained.path)
     if data and not dataset:
         dataset = _dataset_of(Path(data).expanduser(), trained.dataset)
     keys = dict(_NOT_THE_MODELS)
@@ -272,14 +273,6 @@ def _configuration(
         keys["DATA.DATASET"] = dataset
     config = config_from_text(source.meta["config"], name, as_opts(keys) + list(opts))
     return all_sections(resolve_batch_size(config, world_size))
-
-
-def _is_same(data: str, trained_on: str) -> bool:
-    """Whether two names are of one directory that exists."""
-    if not (data and trained_on):
-        return False
-    first, second = (Path(name).expanduser() for name in (data, trained_on))
-    return first.is_dir() and second.is_dir() and first.samefile(second)
 
 
 def _dataset_of(data: Path, trained_on: str) -> str:

@@ -316,9 +316,12 @@ def test_a_step_is_one_batch_whatever_the_training_does(tmp_path):
     assert (config.TRAIN.ACCUMULATION_STEPS, config.TRAIN.EMA_DECAY, config.AUG.MIXUP) == (1, 0, 0)
 
 
-def test_a_step_of_fine_tuning_needs_no_weights(tmp_path):
-    file = QUICKSTART.parent / "tiny_imagenet" / "finetune_96.yaml"
-    assert repeatable_step(file, [], str(tmp_path), 4).MODEL.CLASS_MAP == ""
+@pytest.mark.parametrize(
+    "name", ["tiny_imagenet/finetune_96", "upcycle/swinv2_moe_tiny_window8_256_8expert"]
+)
+def test_a_step_from_other_weights_needs_none(name, tmp_path):
+    model = repeatable_step(f"{QUICKSTART.parent / name}.yaml", [], str(tmp_path), 4).MODEL
+    assert (model.CLASS_MAP, model.UPCYCLE) == ("", "")
 
 
 def test_opts_that_would_be_ignored():

@@ -16,7 +16,10 @@ tl = triton.language
 launch = pytest.importorskip("moe_core.ops.launch")
 CachedKernel, cached_launch = launch.CachedKernel, launch.cached_launch
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no launches")
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no launches"),
+    pytest.mark.skipif(not launch._IS_KNOWN, reason="this version of Triton launches itself"),
+]
 FORMS = ("route.triton", "route.loss_triton", "plan.triton", "combine.triton", "ffn.triton")
 ATTENTION = "swinv2_moe.models.triton_window_attention"
 FACTOR = tl.constexpr(2)
