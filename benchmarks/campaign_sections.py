@@ -123,7 +123,7 @@ SECTIONS = (
             "--device cpu --shapes 4x16x1x16 --rounds 1"),
     Section("memcheck", "Invalid reads and writes", 60, "kernels.py layer --bare",
             "--shapes 200x64x4", prefix=SANITIZER),
-    Section("graph", "Inference as CUDA graphs", 45, "model.py --graph",
+    Section("graph", "The network as CUDA graphs", 90, "model.py --graph",
             "--dtypes bfloat16", TINY_NETWORK),
     Section("trunk", "Dense trunk", 45, "model.py --timm",
             "--dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),

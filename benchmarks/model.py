@@ -2,7 +2,7 @@
 training.
 
     python benchmarks/model.py                     (about 4 minutes on two cores)
-    python benchmarks/model.py --graph             (inference of small batches, also as CUDA graphs)
+    python benchmarks/model.py --graph             (also as CUDA graphs)
     python benchmarks/model.py --timm              (the dense network beside timm's eager one)
 
 It measures as `throughput` does (swinv2_moe.measure.throughput); this keeps the rows. A CPU
@@ -48,7 +48,7 @@ BATCHES = {
     "cpu": {"inference": [1, 8], "training": [8]},
     "cuda": {"inference": [1, 128], "training": [128]},
 }
-SMALL_BATCHES = [1, 8]  # of --graph
+SMALL_BATCHES = [1, 8]  # of inference with --graph
 WARM_UP = 2
 TOLERANCE = 1e-4  # of --timm in fp32, relative to the largest value
 NETWORK = ["", "images/s, experts", "dense", "experts / dense", "MFU, experts", "MFU, dense"]
@@ -85,6 +85,8 @@ def plans(args: argparse.Namespace) -> Iterator[Plan]:
     opts = [*args.opts, "DEVICE", args.device]
     for mode in args.modes:
         batches = args.batch_sizes or BATCHES[args.device][mode]
+        if args.graph and mode == "inference":
+            batches = args.batch_sizes or SMALL_BATCHES
         options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
         yield combinations(args.cfg or CONFIGS[args.device], opts, options)
 
@@ -171,7 +173,7 @@ def trunk(args: argparse.Namespace, combination: Combination, config: CfgNode) -
 def main() -> None:
     parser = make_parser(__doc__)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--graph", action="store_true", help="inference, also as CUDA graphs")
+    what.add_argument("--graph", action="store_true", help="also as CUDA graphs")
     what.add_argument("--timm", action="store_true", help="the dense network beside timm's")
     args = parser.parse_args()
     rows: list[list[str]] = []
@@ -184,9 +186,7 @@ def main() -> None:
         notes = ["MFU: share of what a large product of the same dtype reached in the round"]
         notes.append("one pass of the whole network between two synchronisations")
         if args.graph:
-            title = "Inference as CUDA graphs"
-            args.modes = ["inference"]
-            args.batch_sizes = args.batch_sizes or SMALL_BATCHES
+            title = "The whole network as CUDA graphs"
         entries = networks(args, notes)
     command = shlex.join(["python", "benchmarks/model.py", *sys.argv[1:]])
     table = Table(title, command, columns, rows, notes, data)

@@ -2,7 +2,7 @@
 
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,16 @@ class MoELayer(HasExperts):
         if self._last is None:
             return None
         return routing_stats(*self._last)
+
+    def routing_of_replay(self) -> Callable[[], None]:
+        """After the capture of a pass in a CUDA graph: a function to call after each replay, so
+        that `last_routing` describes it."""
+        captured = self._last
+
+        def restore() -> None:
+            self._last = captured
+
+        return restore
 
     def needed_capacity_factor(self, drop_share: float = 0.0) -> Tensor:
         """The smallest capacity factor with which this rank would have dropped at most

@@ -372,25 +372,28 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     norm = global_grad_norm(model)
     if max_norm <= 0:
         return norm
-    if not norm.is_cuda:
-        clip_to_norm(model, max_norm, float(norm))
-    else:
-        factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
-        torch._foreach_mul_(_gradients(model), factor.clamp(max=1.0))
+    clip_to_norm(model, max_norm, norm if norm.is_cuda else float(norm))
     return norm
 
 
 @torch.no_grad()
-def clip_to_norm(model: nn.Module, max_norm: float, norm: float) -> None:
+def clip_to_norm(model: nn.Module, max_norm: float, norm: float | Tensor) -> None:
     """Scale gradients in place to `max_norm` (0: no clipping) if their norm exceeds it.
 
-    This is for a training loop that reads the norm in any case. Gradients are read and written only
-    in steps that clip.
+    If the norm is not finite, no gradient changes.
 
     Args:
-        norm: the result of `global_grad_norm`. If it is not finite, no gradient changes.
+        norm: the result of `global_grad_norm`. As a number, for a training loop that reads it in
+            any case: gradients are read and written only in steps that clip. As a tensor: they are
+            multiplied in every step, and the host does not wait for the norm.
     """
-    if max_norm <= 0 or not math.isfinite(norm):
+    if max_norm <= 0:
+        return
+    if isinstance(norm, Tensor):
+        device_factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
+        torch._foreach_mul_(_gradients(model), device_factor.clamp(max=1.0))
+        return
+    if not math.isfinite(norm):
         return
     factor = max_norm / (norm + 1e-6)
     if factor < 1:

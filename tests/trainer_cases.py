@@ -50,9 +50,12 @@ def make_distilled(rank: int, size: int, options: str) -> Trainer:
     return Trainer(config, world, data, model, distillation=distillation)
 
 
-def make_step(rank: int, size: int, options: str = "") -> TrainingStep:
+def make_step(rank: int, size: int, options: str = "", device: str = "cpu") -> TrainingStep:
     """The training step of such a trainer, without data."""
-    config, world = _sections(size, options), _world(rank, size)
+    config, world = (
+        _sections(size, options),
+        replace(_world(rank, size), device=torch.device(device)),
+    )
     step = TrainingStep(config.train, world, _model(config, world, num_classes=10), 10)
     step.wrapped.train()
     return step

@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--graph",
         action="store_true",
-        help="replay CUDA graphs: inference on one GPU, for small batches",
+        help="replay CUDA graphs of passes and steps, on one GPU",
     )
     add_opts_argument(parser)
     return parser.parse_args()

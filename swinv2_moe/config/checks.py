@@ -22,6 +22,16 @@ _ROUTINGS_OF_KEYS = {
     "CAPACITY_AUTO": ("token_choice",),
 }
 
+# The keys of steps that can be captured: their values, and why no others.
+_STEPS_OF_GRAPHS = {
+    "COMPILE": ((False,), "captures of compiled models are not supported"),
+    "TRAIN.OPTIMIZER.NAME": (("adamw",), "only 'adamw' can skip a step on the device"),
+    "TRAIN.NOISE_SCALE_FREQ": ((0,), "its measurements are no part of every step"),
+    "TRAIN.USE_CHECKPOINT": ((False,), "it saves the state of random numbers on the host"),
+    "MODEL.MOE.TOP_K_SCHEDULE": (("",), "the captured top-k stays"),
+    "MODEL.MOE.CAPACITY_AUTO": ((False,), "the captured capacity stays"),
+}
+
 _CLUSTERED_ROUTERS = ("linear", "cosine", "expert_choice")  # with a direction for each expert
 
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
@@ -63,6 +73,7 @@ def check_settings(config: CfgNode) -> None:
     """
     _check_keys_of_routing(config)
     _check_distillation(config)
+    _check_graph(config)
     class_map = config.MODEL.CLASS_MAP
     if class_map and not config.MODEL.PRETRAINED:
         raise UserError(
@@ -84,6 +95,21 @@ def _check_distillation(config: CfgNode) -> None:
         raise UserError(
             f"DATA.STAGE is {config.DATA.STAGE!r}: TRAIN.DISTILL.TEACHER reads all shards before"
             " the first step; copy them before with `swinv2-moe stage`"
+        )
+
+
+def _check_graph(config: CfgNode) -> None:
+    """Check that a step can be captured: what it decides on the host stays as it is."""
+    if not config.TRAIN.GRAPH:
+        return
+    flat = flatten(config)
+    for key, (allowed, reason) in _STEPS_OF_GRAPHS.items():
+        if flat[key] not in allowed:
+            raise UserError(f"TRAIN.GRAPH is True, but {key} is {flat[key]!r}: {reason}")
+    if config.AMP_ENABLE and config.AMP_DTYPE == "float16":
+        raise UserError(
+            "TRAIN.GRAPH is True, but AMP_DTYPE is 'float16', whose loss scale changes; take"
+            " 'bfloat16'"
         )
 
 

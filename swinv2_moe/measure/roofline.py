@@ -219,7 +219,8 @@ def _step(sections: AllSections, images: Data, world: World) -> TrainingStep:
     Raises:
         UserError: the epoch has no whole step.
     """
-    train, experts = sections.train, sections.model.experts
+    # the profiler names no part of a graph
+    train, experts = replace(sections.train, graph=False), sections.model.experts
     seed_everything(sections.run.seed)
     model = build_model(sections.model, images.num_classes, expert_group(experts, world))
     steps_per_epoch(train.accumulation_steps, len(images.train_loader))

@@ -11,6 +11,7 @@ import torch
 
 from moe_core import release_buffers
 from swinv2_moe.measure.spread import Times
+from swinv2_moe.train import graph
 from swinv2_moe.train.distributed import World
 
 # Side of the square matrices whose product measures the peak rate.
@@ -73,8 +74,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:
-    """Capture the kernels of `run()` as a CUDA graph, and return a function that launches them all
-    together.
+    """As `swinv2_moe.train.graph.capture`, after passes that are not captured.
 
     The tensors that `run` reads, weights included, must stay at their addresses, and the caches of
     `moe_core.prepared` must live as long as the graph: call both within the same context.
@@ -86,18 +86,7 @@ def capture(run: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(_PASSES_BEFORE_CAPTURE):
             run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = generator.clone_state()
-    try:
-        with torch.cuda.graph(graph):
-            run()
-    except RuntimeError:
-        # torch leaves the generator in the capture that failed. It would draw no number any more.
-        generator.graphsafe_set_state(state)
-        raise
-    return graph.replay
+    return graph.capture(run)
 
 
 def machine(device: str) -> str:

@@ -13,8 +13,8 @@ are timed. Only times of the same series are compared.
 - MFU (model FLOPs utilisation, arXiv 2204.02311, appendix B): two FLOPs for each MAC of the batch
   (models.build, without dropped choices), three times as many in training, divided by the
   FLOPs that the matrix product reached in the same round on each rank.
-- CUDA graphs (`graph`): the rounds replay the kernels of each pass. First call and peak memory are
-  measured on passes before the capture.
+- CUDA graphs (`graph`): the rounds replay the kernels of each pass, and of each step as TRAIN.GRAPH
+  does. First call and peak memory are measured on passes before the capture.
 - Peak memory: the memory that one untimed pass needs in addition to the memory in use before it, on
   the rank with the largest value.
 
@@ -37,9 +37,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import AllSections, all_sections, flatten, model_config, run_config
+from swinv2_moe.config.checks import check_settings
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
@@ -59,6 +61,7 @@ from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.train.graph import STEPS_BEFORE
 from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
@@ -146,10 +149,11 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterat
         if world.device.type == "cpu" and any(one.dtype == "float16" for one, *_ in plan):
             raise UserError("--dtypes is 'float16', which needs a GPU: a CPU emulates its products")
         if graph:
-            modes = [combination.mode for combination, *_ in plan]
-            check_graph(modes, [combination.compile for combination, *_ in plan], world)
+            check_graph([combination.compile for combination, *_ in plan], world)
         sizes = [measure_model(model, _classes(model)) for model in map(model_config, plan[0][1:])]
         for combination, *configs in plan:
+            if graph and combination.mode == "training":
+                configs = [_with_graph(config) for config in configs]
             configs = [all_sections(config) for config in configs]
             try:
                 row = _measure(combination, configs, sizes, rounds, warmup, world, graph)
@@ -159,18 +163,15 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterat
                 yield row
 
 
-def check_graph(modes: Sequence[str], compiled: Sequence[str], world: World) -> None:
+def check_graph(compiled: Sequence[str], world: World) -> None:
     """Check that the passes to measure can be captured.
 
     Args:
-        modes: the mode of each pass, "inference" or "training".
         compiled: whether each pass is compiled, "off" or "on".
 
     Raises:
         UserError: a pass cannot be captured.
     """
-    if "training" in modes:
-        raise UserError("--graph captures inference alone, but --mode is 'training'")
     if "on" in compiled:
         raise UserError("--graph captures passes that are not compiled, but --compile is 'on'")
     if world.size > 1:
@@ -179,6 +180,16 @@ def check_graph(modes: Sequence[str], compiled: Sequence[str], world: World) -> 
         )
     if world.device.type != "cuda":
         raise UserError(f"--graph needs a GPU, the device is {world.device.type!r}")
+
+
+def _with_graph(config: CfgNode) -> CfgNode:
+    """The configuration with TRAIN.GRAPH. Raises UserError if its step cannot be captured."""
+    config = config.clone()
+    config.defrost()
+    config.TRAIN.GRAPH = True
+    config.freeze()
+    check_settings(config)
+    return config
 
 
 class Subject(NamedTuple):
@@ -225,8 +236,12 @@ def _measure(
     return Row(combination, world.size, before, moe, dense, times["product"], flops, dropped, load)
 
 
-def _captured(subject: Subject, name: str) -> Callable[[], None]:
+def _captured(subject: Subject, name: str) -> Callable[[], object]:
     """A CUDA graph of the subject's pass. Raises UserError if the pass cannot be captured."""
+    if subject.optimizer is not None:  # a step captures itself
+        for _ in range(STEPS_BEFORE + 1):
+            subject.run()
+        return subject.run
     try:
         return capture(subject.run)
     except torch.OutOfMemoryError:

@@ -115,6 +115,42 @@ def build_schedule(
     )
 
 
+class DeviceStep:
+    """Steps of AdamW that read on the device whether they apply, and their learning rates. So a
+    CUDA graph can hold a step.
+
+    Args:
+        optimizer: fused AdamW.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        device = optimizer.param_groups[0]["params"][0].device
+        self._rates = torch.zeros(len(optimizer.param_groups), device=device)
+
+    def read_rates(self) -> None:
+        """Copy the learning rates of the parameter groups to the device. Not in a graph."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._rates.copy_(torch.tensor(rates))
+
+    def __call__(self, applies: Tensor) -> None:
+        """Update the weights if the bool scalar `applies` is True."""
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self._rates.unbind(), strict=True):
+            group["lr"] = rate
+        # torch's name, which GradScaler sets, too
+        self.optimizer.found_inf = (~applies).float()  # type: ignore[attr-defined]
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+            for group, number in zip(groups, rates, strict=True):
+                group["lr"] = number
+
+
 def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
     """A factory of autocast contexts for the device, as AMP_ENABLE and AMP_DTYPE say."""
     dtype, enabled = getattr(torch, config.amp_dtype), bool(config.amp_enable)

@@ -190,6 +190,11 @@ class TrainConfig:
         least=0,
     )
     accumulation_steps: int = option(1, "forward and backward passes per optimiser step", least=1)
+    graph: bool = option(
+        False,
+        "replay the kernels of a step as a CUDA graph, so that a small batch does not wait for the"
+        " host: one process, one GPU, AdamW (never run on a GPU)",
+    )
     use_checkpoint: bool = option(False, "recompute activations in the backward pass")
     shard_trunk: bool = option(
         False,

@@ -1,19 +1,18 @@
-"""One optimiser step over all ranks: forward, backward, clipping and update. With mixup, and the
-noise scale of the gradient."""
+"""One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_core
 from moe_core import (
     clip_to_norm,
     finish_gradients,
-    global_grad_dot,
     moe_layers,
     reset_balance_loads,
     update_balance,
@@ -24,12 +23,12 @@ from swinv2_moe.models import MoEModel
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
+from swinv2_moe.train.graph import StepGraph, check_graph
+from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
-
-_NOISE_DECAY = 0.9  # of the averages over measurements of the noise scale
 
 
 class StepResult(NamedTuple):
@@ -60,6 +59,9 @@ class TrainingStep:
             ranks.
         teacher: looks up the teacher's logits, float32 [B, classes], for `Batch.indices`; None:
             the labels alone are learned.
+
+    Raises:
+        UserError: GRAPH is set, and there are several ranks or the device is no GPU.
     """
 
     def __init__(
@@ -95,6 +97,16 @@ class TrainingStep:
         self.measured_layers = []
         if config.capacity_auto:
             self.measured_layers = list(moe_layers(self.model).values())
+        self.graph: StepGraph | None = None
+        if config.graph:
+            check_graph(world)
+            self.replay_from_now_on(StepGraph(moe_layers(self.model).values()))
+
+    def replay_from_now_on(self, graph: StepGraph) -> None:
+        """Compute the following steps as a CUDA graph. Everything up to the update of the weights
+        is then decided on the device."""
+        self.graph = graph
+        self.device_step = optim.DeviceStep(self.optimizer)
 
     @property
     def deployed(self) -> MoEModel:
@@ -123,31 +135,27 @@ class TrainingStep:
                 one were skipped. The message names the layer with the first such value.
         """
         seed_everything(self.config.seed, step, self.world.rank)
-        num_losses = 2 if self.teacher is None else 4
-        total = torch.zeros(num_losses, device=self.world.device)
-        needed = total.new_zeros(len(self.measured_layers))
-        with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
-            for i, batch in enumerate(batches):
-                is_last = i == len(batches) - 1
-                with gradient_sync(self.wrapped, enabled=is_last):
-                    losses = self._forward_and_backward(batch, step, len(batches))
-                total += losses / len(batches)
-                needed = self._needed_factors(needed)
-        # the biases wait for the losses of all ranks
-        norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
-        agreed = self._agree(total[0], needed)
-        product = self.noise.inner_product(self.model)
+        # a fill kernel: a copy from the host would wait for the GPU
+        signalled = torch.full((), float(self.stop.received is not None), device=self.world.device)
+        inputs = map(self._inputs, batches)  # one batch after the other, for the memory
+        if self.graph is None:
+            results = self._compute(signalled, inputs, len(batches), step)
+        else:
+            self.device_step.read_rates()
+            compute = partial(self._compute, num_batches=len(batches), step=step)
+            results = self.graph(compute, signalled, list(inputs))
         # the only point in a step at which the host waits for the device
-        values = torch.cat([total, norm.reshape(1), agreed, product]).tolist()
+        values = results.tolist()
+        num_losses = self._num_losses
         loss, aux_loss, *of_teacher = values[:num_losses]
         norm, bad_loss, signalled, *measured = values[num_losses:]
-        needed_factors = measured[: len(needed)]
+        needed_factors = measured[: len(self.measured_layers)]
         is_finite = bad_loss == 0 and norm < float("inf")
-        if is_finite:
-            self.noise.add(self.model, step, norm, measured[len(needed) :])
-            clip_to_norm(self.model, self.config.clip_grad, norm)
-        else:
+        if not is_finite:
             self.noise.forget()
+        elif self.graph is None:
+            self.noise.add(self.model, step, norm, measured[len(needed_factors) :])
+            clip_to_norm(self.model, self.config.clip_grad, norm)
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(
             loss,
@@ -160,19 +168,76 @@ class TrainingStep:
             *of_teacher,
         )
 
-    def _forward_and_backward(self, batch: Batch, step: int, num_batches: int) -> Tensor:
-        """Compute `loss` of the batch and add its gradients to the parameters'. Returns the loss
+    @property
+    def _num_losses(self) -> int:
+        return 2 if self.teacher is None else 4
+
+    def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Images and targets after mixup, and the teacher's logits, if any, on the device."""
+        images, targets = self._mixed(batch)
+        if self.teacher is None:
+            return (images, targets)
+        assert batch.indices is not None
+        return (images, targets, self.teacher(batch.indices))
+
+    def _compute(
+        self,
+        signalled: Tensor,
+        batches: Iterable[tuple[Tensor, ...]],
+        num_batches: int,
+        step: int,
+    ) -> Tensor:
+        """Compute the gradients, and in a graph also the update of the weights. The host waits for
+        no result.
+
+        Args:
+            signalled: 1 if this rank has received a signal, otherwise 0.
+            batches: the inputs of each batch.
+
+        Returns:
+            [2 or 4 + 3 + L + 0 or 1]: the losses, the norm of the gradient, what `_agree` returns
+            for L measured layers, and the inner product for the noise scale.
+        """
+        total = torch.zeros(self._num_losses, device=self.world.device)
+        needed = total.new_zeros(len(self.measured_layers))
+        with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
+            for i, inputs in enumerate(batches):
+                is_last = i == num_batches - 1
+                with gradient_sync(self.wrapped, enabled=is_last):
+                    losses = self._forward_and_backward(inputs, step, num_batches)
+                total += losses / num_batches
+                needed = self._needed_factors(needed)
+        # the biases wait for the losses of all ranks
+        norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
+        agreed = self._agree(total[0], signalled, needed)
+        product = self.noise.inner_product(self.model)
+        if self.graph is not None:
+            is_finite = (agreed[0] == 0) & torch.isfinite(norm)
+            clip_to_norm(self.model, self.config.clip_grad, norm)
+            self.device_step(is_finite)
+            update_balance(self.model, applies=is_finite)
+        return torch.cat([total, norm.reshape(1), agreed, product])
+
+    def _forward_and_backward(
+        self, inputs: tuple[Tensor, ...], step: int, num_batches: int
+    ) -> Tensor:
+        """Compute `loss` of a batch and add its gradients to the parameters'. Returns the loss
         and its parts, detached, [2] or [4]."""
         with self.world.named_errors(f"the forward pass of step {step + 1}"):
-            loss, parts = self.loss(batch)
+            loss, parts = self.loss(*inputs)
         with self.world.named_errors(f"the backward pass of step {step + 1}"):
             (loss * self.scaler.scale / num_batches).backward()
         return torch.stack([loss, *parts]).detach()
 
-    def loss(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def loss(
+        self, images: Tensor, targets: Tensor, taught: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss to minimise, and its unweighted parts: the auxiliary loss; with a teacher, also
-        the loss of the labels and that of the teacher. All are scalars."""
-        images, targets = self._mixed(batch)
+        the loss of the labels and that of the teacher. All are scalars.
+
+        Args:
+            taught: the teacher's logits, float32 [B, classes].
+        """
         smoothing = self.config.label_smoothing
         if self.mixup:  # mixup's targets are already smoothed
             smoothing = 0.0
@@ -180,9 +245,7 @@ class TrainingStep:
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
         parts = [aux_loss]
-        if self.teacher is not None:
-            assert batch.indices is not None
-            taught = self.teacher(batch.indices)
+        if taught is not None:
             distill = self.config.distill
             teacher_loss = distillation_loss(logits.float(), taught, distill.temperature)
             parts += [loss, teacher_loss]
@@ -205,17 +268,16 @@ class TrainingStep:
         factors = [layer.needed_capacity_factor(_DROP_SHARE) for layer in self.measured_layers]
         return torch.maximum(earlier, torch.stack(factors).float())
 
-    def _agree(self, loss: Tensor, needed: Tensor) -> Tensor:
+    def _agree(self, loss: Tensor, signalled: Tensor, needed: Tensor) -> Tensor:
         """Exchange flags and factors between the ranks, [2 + L]: whether the loss of a rank is not
         finite, whether a rank has received a signal, and the largest needed factor of each layer
         over all ranks."""
         is_bad = (~torch.isfinite(loss)).float()
-        # a fill kernel: a copy from the host would wait for the GPU
-        signalled = torch.full_like(loss, self.stop.received is not None)
         return self.world.max(torch.cat([torch.stack([is_bad, signalled]), needed]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
-        """Update the weights, unless a loss or the gradient on a rank is not finite.
+        """Update the weights, unless a loss or the gradient on a rank is not finite. A graph has
+        done so.
 
         Returns:
             Whether the step counts as skipped. A step in which fp16 searches for a loss scale does
@@ -223,19 +285,23 @@ class TrainingStep:
         """
         self.scaler.update(is_finite)
         was_skipped = False
+        if self.graph is None:
+            if is_finite:
+                self.optimizer.step()
+                update_balance(self.model)
+            else:
+                reset_balance_loads(self.model)
         if is_finite:
-            self.optimizer.step()
-            update_balance(self.model)
             self.skipped_in_a_row = 0
         else:
-            reset_balance_loads(self.model)
             was_skipped = self.scaler.exhausted
         if was_skipped:
             if self.skipped_in_a_row == self.config.skip_non_finite:
                 images = [self._mixed(batch)[0] for batch in batches]
                 raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
             self.skipped_in_a_row += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.graph is None or not self.graph.replays:  # a graph writes to these gradients
+            self.optimizer.zero_grad(set_to_none=True)
         if self.ema and is_finite:
             self.ema.update(self.model, step + 1)
         return was_skipped
@@ -268,73 +334,3 @@ def build_mixup(
         label_smoothing=label_smoothing,
         num_classes=num_classes,
     )
-
-
-class NoiseScale:
-    """Estimates the noise scale from pairs of successive steps: the batch size up to which larger
-    batches save steps.
-
-    S = tr(covariance of one image's gradient) / |mean gradient|^2, in images. This is the "simple"
-    noise scale of arXiv 1812.06162, section 2.2. For batches much smaller than S, doubling the
-    batch halves the number of steps. For batches much larger than S, it does not change the number
-    of steps.
-
-    B images per step over all ranks; g1 and g2: the gradients of two successive steps. The batches
-    of a pair are independent and the weights almost equal. Let G be the mean gradient.
-    Then the mean of g1.g2 is |G|^2, and the mean of |g1|^2 and |g2|^2 is |G|^2 + tr / B. Both are
-    averaged over the measurements, as in the paper, because the quotient of single measurements is
-    biased.
-
-    Args:
-        every: steps from one pair to the next; 0: nothing is measured.
-        images: B.
-    """
-
-    def __init__(self, every: int, images: int) -> None:
-        self.every = every
-        self.images = images
-        # in images; None: not known, or the estimate of |G|^2 is not positive
-        self.value: float | None = None
-        self._first: dict[nn.Parameter, Tensor] = {}  # g1, between the steps of a pair
-        self._first_norm = 0.0
-        self._squared_norm = 0.0
-        self._squared_mean = 0.0
-
-    def inner_product(self, model: nn.Module) -> Tensor:
-        """g1.g2 over all ranks, [1], after the second backward pass of a pair; otherwise an empty
-        tensor, [0]."""
-        device = next(model.parameters()).device
-        if not self._first:
-            return torch.zeros(0, device=device)
-        return global_grad_dot(model, self._first).reshape(1)
-
-    def add(self, model: nn.Module, step: int, norm: float, inner_products: list[float]) -> None:
-        """Count a step, before its gradients are clipped.
-
-        Args:
-            step: number of steps before this one.
-            norm: norm of the gradient over all ranks.
-            inner_products: what `inner_product` returned in this step.
-        """
-        if inner_products:
-            self._first.clear()
-            self._average(self._first_norm, norm, inner_products[0])
-        elif self.every and step % self.every == 0:
-            gradients = ((p, p.grad) for p in model.parameters() if p.grad is not None)
-            self._first = {p: gradient.clone() for p, gradient in gradients}
-            self._first_norm = norm
-
-    def forget(self) -> None:
-        """Discard the first step of a pair, for example if the second step has no finite
-        gradient."""
-        self._first.clear()
-
-    def _average(self, first: float, second: float, product: float) -> None:
-        squared_norm = (first**2 + second**2) / 2
-        # both averages start at 0; this bias cancels in their quotient
-        self._squared_norm = _NOISE_DECAY * self._squared_norm + (1 - _NOISE_DECAY) * squared_norm
-        self._squared_mean = _NOISE_DECAY * self._squared_mean + (1 - _NOISE_DECAY) * product
-        self.value = None
-        if self._squared_mean > 0:
-            noise = self.images * (self._squared_norm - self._squared_mean)
-            self.value = max(0.0, noise / self._squared_mean)

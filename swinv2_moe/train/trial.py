@@ -139,11 +139,11 @@ def _try_batches(config: CfgNode, limit: int, device: torch.device) -> int:
 
 
 def _sections(config: CfgNode, device: torch.device) -> AllSections:
-    """The sections of one rank, without compilation, without mixup, which needs an even batch, and
-    without learning, which may diverge before a warm-up."""
+    """The sections of one rank, without compilation and graphs, without mixup, which needs an even
+    batch, and without learning, which may diverge before a warm-up."""
     sections, _ = without_slow_amp(all_sections(config), World(0, 1, device))
     augment = replace(sections.train.augment, mixup=0.0, cutmix=0.0)
-    train = replace(sections.train, augment=augment, compile=False, base_lr=0.0)
+    train = replace(sections.train, augment=augment, compile=False, graph=False, base_lr=0.0)
     return replace(sections, train=train)
 
 

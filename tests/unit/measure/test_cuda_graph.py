@@ -49,7 +49,7 @@ def test_a_pass_with_gradients_reads_nothing_on_the_host(factor):
     batch = make_batch(4)
 
     def forward_and_backward() -> None:
-        loss, _ = step.loss(batch)
+        loss, _ = step.loss(*step._inputs(batch))
         loss.backward()
 
     forward_and_backward()
@@ -57,17 +57,16 @@ def test_a_pass_with_gradients_reads_nothing_on_the_host(factor):
 
 
 def test_what_cannot_be_captured_is_refused():
-    for mode, compiled, size, device, message in (
-        ("training", "off", 1, "cuda", "--graph .* --mode is 'training'"),
-        ("inference", "on", 1, "cuda", "--graph .* --compile is 'on'"),
-        ("inference", "off", 2, "cuda", "--graph needs one rank, not 2"),
-        ("inference", "off", 1, "cpu", "--graph needs a GPU, the device is 'cpu'"),
+    for compiled, size, device, message in (
+        ("on", 1, "cuda", "--graph .* --compile is 'on'"),
+        ("off", 2, "cuda", "--graph needs one rank, not 2"),
+        ("off", 1, "cpu", "--graph needs a GPU, the device is 'cpu'"),
     ):
         world = SimpleNamespace(size=size, device=torch.device(device))
         with pytest.raises(UserError, match=message):
-            check_graph([mode], [compiled], world)
+            check_graph([compiled], world)
     one_gpu = SimpleNamespace(size=1, device=torch.device("cuda"))
-    check_graph(["inference"], ["off"], one_gpu)
+    check_graph(["off"], one_gpu)
 
 
 @pytest.mark.gpu

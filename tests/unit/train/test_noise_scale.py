@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from swinv2_moe.train.step import NoiseScale
+from swinv2_moe.train.noise_scale import NoiseScale
 
 IMAGES, WIDTH = 16, 50
 
