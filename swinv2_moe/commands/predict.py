@@ -128,7 +128,7 @@ def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
         rows = rows[:MAX_ROWS] + [[more] + [""] * (len(columns) - 1)]
     console.print(number_table(columns, rows, text_columns=["picture", "class", "next"]))
     if len(readable) > MAX_ROWS:
-        counts = Counter(prediction.class_name for _, prediction in readable)
+        counts = Counter(prediction.best.label for _, prediction in readable)
         rows = [[name, f"{count:,}"] for name, count in counts.most_common()]
         console.print(number_table(["class", "pictures"], rows))
 
@@ -136,9 +136,9 @@ def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
 def table_row(name: str, prediction: Prediction) -> list[str]:
     following = []
     for guess in prediction.top[1:]:
-        following.append(f"{guess.class_name} {guess.probability:.1%}")
+        following.append(f"{guess.label} {guess.probability:.1%}")
     best = prediction.best
-    return [name, best.class_name, f"{best.probability:.1%}", ", ".join(following)]
+    return [name, best.label, f"{best.probability:.1%}", ", ".join(following)]
 
 
 def main() -> None:

@@ -4,9 +4,11 @@ A class map has the number in one dataset of each class of another one. MODEL.CL
 of such numbers.
 """
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ IMAGENETS = (
     "imagenet-22k",
     "imagenet-22k-ms",
 )
+_WORDNET_ID = re.compile(r"n[0-9]{8}")
 _MAX_BYTES = 1 << 26  # limit of a file with names
 
 
@@ -127,11 +130,27 @@ def imagenet_names(num_classes: int) -> list[str]:
     return [str(number) for number in range(num_classes)]
 
 
+def english_name(class_name: str) -> str:
+    """The first English name of a class that is named by its WordNet id; other names stay."""
+    if not _WORDNET_ID.fullmatch(class_name):
+        return class_name
+    return _descriptions().get(class_name, class_name).split(",")[0].strip()
+
+
+@cache
+def _descriptions() -> dict[str, str]:
+    """The English names of ImageNet's classes, divided by commas, by WordNet id."""
+    known: dict[str, str] = {}
+    for subset in ("imagenet-22k", "imagenet-1k"):  # the second has a class that the first lacks
+        info = ImageNetInfo(subset)
+        known |= zip(info.label_names(), info.label_descriptions(), strict=True)
+    return known
+
+
 def _english_names(trained: Sequence[str]) -> dict[str, int]:
     """English name -> class number, for classes named by WordNet ids. A name that several classes
     have is omitted."""
-    info = ImageNetInfo("imagenet-22k")
-    known = dict(zip(info.label_names(), info.label_descriptions(), strict=True))
+    known = _descriptions()
     numbers: dict[str, int] = {}
     repeated = set()
     for number, wordnet_id in enumerate(trained):

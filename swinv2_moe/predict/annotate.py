@@ -39,7 +39,7 @@ def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Ima
         bar_end = round(guess.probability * width)
         if bar_end:
             draw.rectangle((0, y + 1, bar_end - 1, y + row_height - 2), _BAR)
-        text = f"{guess.probability:.1%}  {printable(guess.class_name)}"
+        text = f"{guess.probability:.1%}  {printable(guess.label)}"
         text = _shortened(text, font, width - 2 * margin)
         draw.text((margin, y + row_height // 2), text, _TEXT, font, anchor="lm")
     return copy

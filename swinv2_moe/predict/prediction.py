@@ -20,6 +20,13 @@ class ClassProbability:
     index: int
     probability: float
 
+    @property
+    def label(self) -> str:
+        """The name to show: in English if the class is named by a WordNet id, as ImageNet's are."""
+        from swinv2_moe.data.classes import english_name  # imports timm
+
+        return english_name(self.class_name)
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -5,8 +5,16 @@ import json
 import pytest
 from tool_cases import command
 
-from swinv2_moe.data.classes import class_names, imagenet_names, map_classes, match_all
+from swinv2_moe.commands.predict import table_row
+from swinv2_moe.data.classes import (
+    class_names,
+    english_name,
+    imagenet_names,
+    map_classes,
+    match_all,
+)
 from swinv2_moe.errors import UserError
+from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
 # The first lines of the map that Swin-Transformer publishes (data/map22kto1k.txt).
 PUBLISHED = [359, 368, 460, 475, 486, 492, 496, 514, 516, 525]
@@ -84,3 +92,15 @@ def test_all_classes_are_matched_by_id_or_english_name():
 def test_classes_that_a_teacher_cannot_have(names, says):
     with pytest.raises(UserError, match=says):
         match_all(imagenet_names(1000), names, "t")
+
+
+def test_people_read_english_names():
+    assert english_name("n02979186") == "cassette player"
+    assert english_name("n04399382") == "teddy"  # of ImageNet-1K alone
+    for name in ("n00000000", "n2979186", "n029791860", "dog, cat"):
+        assert english_name(name) == name
+    guess = ClassProbability("n02979186", 482, 0.5)
+    assert (guess.class_name, guess.label) == ("n02979186", "cassette player")
+    assert table_row("a.jpg", Prediction("a.jpg", (guess, guess))) == [
+        *("a.jpg", "cassette player", "50.0%", "cassette player 50.0%")
+    ]
