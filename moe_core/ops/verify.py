@@ -1,4 +1,4 @@
-"""Checks a Triton form on the device where it runs, before its first use there.
+"""Checks a form for GPUs on the device where it runs, before its first use there.
 
 Small cases run through the form and, on the CPU in fp64, through the torch form. They have sizes
 that divide no tile, an expert without tokens, dropped tokens, equal logits, K = 1 and K = 2.
@@ -36,8 +36,10 @@ from moe_core.ops.route.op import LinearLogits, RouteSettings, route
 from moe_core.ops.route.reference import RoutingScores
 from moe_core.registry import GATED_ACTIVATIONS, LOSSES
 
-_MAX_BYTES = 1 << 16  # of the file of kept results
+_CHECKS = "moe_core_checks.json"  # the file of passed checks
+_MAX_BYTES = 1 << 16  # of a file of kept results
 _MAX_DEVICES = 32  # of which results are kept
+_MAX_NAMES = 128  # of a device
 # A product that the Triton form leaves to torch, which the user may have told to use TF32.
 _BY_TORCH = "the gradient of weight of a linear router"
 _log = logging.getLogger("moe_core")
@@ -65,19 +67,19 @@ def verdict(checked: Checked) -> bool | None:
         return None
     try:
         device = device_name(checked)
-        if mode == "1" and checked.name in _kept().get(device, []):
+        if mode == "1" and is_kept(_CHECKS, device, checked.name):
             return True
         with ThreadPoolExecutor(1) as thread:
             fault = thread.submit(_fault, checked).result()
-        if fault == "" and is_compiled and _driver():
-            _keep(device, checked.name)
+        if fault == "" and is_compiled:
+            keep(_CHECKS, device, checked.name)
     finally:
         _check.release()
     if fault:
         _log.warning(
-            "moe_core kernels: the Triton form of %s is not used: %s (%s). The next form replaces"
-            " it. Please report this line; MOE_CORE_VERIFY=0 skips the check",
-            checked.name,
+            "moe_core kernels: %s is not used: %s (%s). The next form replaces it. Please report"
+            " this line; MOE_CORE_VERIFY=0 skips the check",
+            checked.description,
             fault,
             device,
         )
@@ -97,7 +99,8 @@ def _fault(checked: Checked) -> str | None:
         with on_device:
             # Freed memory that results may get, so that what a kernel leaves out is NaN.
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
-            forms = results_of(checked, "triton"), results_of(checked, "torch")
+            _, language = checked.form.split(".")
+            forms = results_of(checked, language), results_of(checked, "torch")
             for (name, value), (_, right) in zip(*forms, strict=True):
                 dtype = checked.dtype
                 if name == _BY_TORCH:
@@ -114,7 +117,7 @@ def _fault(checked: Checked) -> str | None:
 
 
 def results_of(checked: Checked, kernels: str) -> Iterator[tuple[str, Tensor]]:
-    """Run the cases of a form, "triton" or "torch"."""
+    """Run the cases of a form with `kernels`: "triton", "grouped" or "torch"."""
     return _CASES[checked.form](_Form(checked, kernels))
 
 
@@ -296,17 +299,24 @@ _CASES: dict[str, Callable[[_Form], Iterator[tuple]]] = {
     "plan.triton": _plans,
     "combine.triton": _rows,
     "ffn.triton": _networks,
+    "ffn.grouped": _networks,
 }
 
 
-# The names of passed checks, by device with its versions, in a JSON file beside Triton's compiled
-# kernels. A failure is not kept: the next process tries again.
+# Names by device with its versions, in JSON files beside Triton's compiled kernels: those of passed
+# checks, and those of measured forms (ffn.fastest). A failed check is not kept: the next process
+# tries again.
 
 
-def _kept() -> dict[str, list[str]]:
-    """What the file holds; nothing if it is missing, damaged or not of this format."""
+def is_kept(file: str, device: str, name: str) -> bool:
+    """Whether `keep` was called with these arguments, in this process or an earlier one."""
+    return name in _kept(file).get(device, [])
+
+
+def _kept(name: str) -> dict[str, list[str]]:
+    """What a file holds; nothing if it is missing, damaged or not of this format."""
     try:
-        with open_regular(_file()) as file:
+        with open_regular(_folder() / name) as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             return {}
@@ -318,22 +328,28 @@ def _kept() -> dict[str, list[str]]:
     return kept
 
 
-def _keep(device: str, name: str) -> None:
-    kept = _kept()
+def keep(file: str, device: str, name: str) -> None:
+    """Keep a name of a device, whose driver must be known, and forget the oldest ones."""
+    if not _driver():
+        return
+    kept = _kept(file)
     names = [other for other in kept.pop(device, []) if other != name] + [name]
-    kept = dict(list(kept.items())[1 - _MAX_DEVICES :]) | {device: names}
-    file = _file()
+    kept = dict(list(kept.items())[1 - _MAX_DEVICES :]) | {device: names[-_MAX_NAMES:]}
+    content = json.dumps(kept, indent=1).encode()
+    while len(content) > _MAX_BYTES and len(kept) > 1:
+        del kept[next(iter(kept))]
+        content = json.dumps(kept, indent=1).encode()
     # The ranks of a machine write at the same time, so each has a file of its own.
-    own = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    own = _folder() / f"{file}.{uuid.uuid4().hex}"
     with suppress(OSError):  # the next process checks again
-        file.parent.mkdir(parents=True, exist_ok=True)
+        own.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(own) as written:
-            written.write(json.dumps(kept, indent=1).encode())
-        own.replace(file)
+            written.write(content)
+        own.replace(own.with_name(file))
 
 
-def _file() -> Path:
-    return Path(triton.knobs.cache.dir, "moe_core_checks.json")
+def _folder() -> Path:
+    return Path(triton.knobs.cache.dir)
 
 
 def device_name(checked: Checked) -> str:

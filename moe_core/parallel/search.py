@@ -26,7 +26,7 @@ NEIGHBOURS = 6  # tried by a new search, with the decided strategy and the best 
 
 Time = float | torch.cuda.Event  # a time on a CPU or on a GPU
 Span = tuple[Time, Time]
-Purpose = Literal["timed", "warm-up", "held"]
+Purpose = Literal["timed", "warm-up", "held", "watched"]
 
 
 class Key(NamedTuple):
@@ -81,7 +81,8 @@ class Trial:
 
     Args:
         purpose: "timed"; "warm-up": the time is not used; "held": nothing is timed, but the layer
-            keeps the strategy until the end of the backward pass, which may recompute the call.
+            keeps the strategy until the end of the backward pass, which may recompute the call;
+            "watched": the strategy is decided, and its time shows a drift.
         has_backward: whether the time includes the backward pass.
     """
 

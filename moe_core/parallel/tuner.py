@@ -182,7 +182,7 @@ class Tuner:
         search = self._searches.get(key)
         if search is None or search.decided is None:
             return self._known(key), None
-        watched = Trial(key, search.decided)
+        watched = Trial(key, search.decided, "watched")
         search.watch.trials.append(watched)
         return search.decided, watched
 

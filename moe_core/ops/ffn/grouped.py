@@ -1,8 +1,8 @@
 """Linear layers of all experts with torch.nn.functional.grouped_mm, for GPUs in bf16.
 
 grouped_mm accepts neither a bias nor strides that are not multiples of 16 bytes, and it has no sum
-over rows. The functions here add these. grouped_mm has kernels for compute capability 9.0 and 10.0.
-On other GPUs it is a loop that reads the offsets on the host (torch 2.11).
+over rows. The functions here add these. It has kernels for the compute capabilities in
+`CAPABILITIES`. On other GPUs it is a loop that reads the offsets on the host (torch 2.11).
 """
 
 # E experts, N rows, I input features, O output features
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CAPABILITIES = ((9, 0), (10, 0))  # for which F.grouped_mm has kernels
 _ALIGNMENT = 16  # bytes; F.grouped_mm needs row strides that are multiples of it
 
 
