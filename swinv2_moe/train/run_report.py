@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_core import moe_layers
+from moe_core import measured_forms, moe_layers
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.models import Complexity
@@ -152,7 +152,7 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         seconds: duration of this part of the run, start-up included.
     """
     progress, world = trainer.progress, trainer.world
-    summary = {
+    summary: dict[str, object] = {
         "val_top1": progress.last_top1,
         "best_val_top1": progress.best_top1,
         "epochs": progress.epoch,
@@ -179,6 +179,9 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "unreadable_images": len(trainer.unreadable.paths),
         "skipped_steps": progress.skipped,
     }
+    forms = measured_forms()
+    if forms:
+        summary["measured_forms"] = forms
     if trainer.distillation is not None:
         summary |= trainer.distillation.facts()
     reached = progress.to_target.reached

@@ -79,6 +79,18 @@ class ShapeClass(NamedTuple):
 
 
 _chosen: dict[ShapeClass, str] = {}  # a value of _FORMS
+_measured: dict[ShapeClass, str] = {}  # as `measured_forms`
+
+
+def measured_forms() -> dict[str, str]:
+    """The forms of the experts' networks on GPUs that were measured, here or in earlier processes.
+
+    Returns:
+        For each class of shapes, in words, the form "triton" or "grouped" (`F.grouped_mm`), a comma
+        and both times in milliseconds or "measured before". Only classes of this process; empty on
+        a CPU.
+    """
+    return {shapes.name: text for shapes, text in _measured.items()}
 
 
 @contextmanager
@@ -172,7 +184,7 @@ def _choose(shapes: ShapeClass, tensors: Sequence[Tensor | None], run: Run) -> s
     uses_file = verify_mode() == "1"  # "always" measures in each process
     for form in _FORMS:
         if uses_file and verify.is_kept(_FILE, device, f"{shapes.name}: {form}"):
-            _log.info("moe_core kernels: %s: %s, measured before", shapes.name, form)
+            _note(shapes, f"{form}, measured before")
             return form
     try:
         with ThreadPoolExecutor(1) as thread:
@@ -191,10 +203,15 @@ def _choose(shapes: ShapeClass, tensors: Sequence[Tensor | None], run: Run) -> s
     if times["grouped"] < (1 - _LEAST_GAIN) * times["triton"]:
         form = "grouped"
     both = ", ".join(f"{name} {times[name]:.3f} ms" for name in _FORMS)
-    _log.info("moe_core kernels: %s: %s, measured: %s", shapes.name, form, both)
+    _note(shapes, f"{form}, measured: {both}")
     if uses_file:
         verify.keep(_FILE, device, f"{shapes.name}: {form}")
     return form
+
+
+def _note(shapes: ShapeClass, text: str) -> None:
+    _measured[shapes] = text
+    _log.info("moe_core kernels: %s: %s", shapes.name, text)
 
 
 def _both_run(shapes: ShapeClass) -> bool:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from moe_cases import assert_equal_to_plain, make_layer
 from torch.utils.checkpoint import checkpoint
 
+from moe_core import measured_forms
 from moe_core.ops import agree_on_kernels, backend, expert_ffn, without_measuring
 from moe_core.ops.backend import Checked, Request, select
 from moe_core.ops.ffn import fastest, grouped, linear, op
@@ -101,6 +102,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(linear, "_form", lambda rows: grouped)
     monkeypatch.setattr(F, "grouped_mm", grouped_mm_by_loop)
     monkeypatch.setattr(fastest, "_chosen", {})
+    monkeypatch.setattr(fastest, "_measured", {})
     return Gpu(monkeypatch)
 
 
@@ -127,10 +129,10 @@ def test_both_forms_run_in_turn_and_the_faster_one_is_used(gpu, caplog):
     assert gpu.timed == ["triton", "grouped"] * calls
     assert gpu.used(layer, x) == "ffn.grouped"
     assert len(gpu.timed) == 2 * calls
-    assert caplog.messages == [
-        "moe_core kernels: moe_ffn of 128 rows, float32, weights float32, gelu, training, E=4 M=6"
-        " H=10 K=2: grouped, measured: triton 2.000 ms, grouped 1.000 ms"
-    ]
+    shapes = "moe_ffn of 128 rows, float32, weights float32, gelu, training, E=4 M=6 H=10 K=2"
+    times = "grouped, measured: triton 2.000 ms, grouped 1.000 ms"
+    assert caplog.messages == [f"moe_core kernels: {shapes}: {times}"]
+    assert measured_forms() == {shapes: times}
 
 
 @pytest.mark.parametrize(
@@ -315,6 +317,7 @@ def test_a_device_with_one_form_is_not_measured(gpu, monkeypatch):
     monkeypatch.setattr(fastest, "_both_run", lambda shapes: False)
     assert gpu.used(fp32_layer(), torch.randn(40, 6)) == "ffn.triton"
     assert gpu.timed == []
+    assert measured_forms() == {}
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -387,6 +390,7 @@ def test_a_choice_is_kept_for_the_same_device_and_versions(gpu, caplog):
     assert gpu.used(layer, x) == "ffn.grouped"
     assert len(gpu.timed) == count
     assert caplog.messages[-1].endswith(": grouped, measured before")
+    assert list(measured_forms().values()) == ["grouped, measured before"]
     new_process()
     gpu.name = "GPU with another driver"
     assert gpu.used(layer, x) == "ffn.triton"

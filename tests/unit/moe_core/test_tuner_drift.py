@@ -180,6 +180,31 @@ def test_follows_a_slower_link_within_50_steps(simulate, training, capacity, aft
     assert all(other == first for other in others)
 
 
+def test_calls_after_the_decision_are_watched(simulate):
+    """Layers do not measure forms of kernels in timed calls."""
+
+    def purposes(rank: int, shared: Shared) -> list[str]:
+        MEASURED[0] = FAST
+        run = Run(rank, shared, training=True)
+        found = []
+        choose = run.tuner.choose
+
+        def recorded(*arguments, **options):
+            strategy, trial = choose(*arguments, **options)
+            found.append(trial.purpose)
+            return strategy, trial
+
+        run.tuner.choose = recorded
+        for _ in range(83):
+            run.step()
+        return found
+
+    for found in simulate(purposes):
+        assert found[0] == "warm-up"
+        assert "timed" in found
+        assert set(found[-20:]) == {"watched"}
+
+
 def test_no_collective_once_decided(simulate):
     def count(rank: int, shared: Shared) -> list[str]:
         MEASURED[0] = FAST
