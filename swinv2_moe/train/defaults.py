@@ -29,6 +29,7 @@ from swinv2_moe.models.section import TRUNKS, tiles
 
 _ONLINE = "timm:swinv2_tiny_window8_256.ms_in1k"
 FROM_SCRATCH = "imagenette_96"  # the configuration of a model without pretrained weights
+_SMALL = 64  # pixels; models for such images are cheap enough for larger ones
 _SAMPLE = 100  # pictures whose headers are read
 _LEAST_PER_CLASS = 2  # training pictures
 _MAX_META = 1 << 28  # bytes of a checkpoint's meta.json
@@ -370,6 +371,9 @@ def _image_size(situation: Situation) -> tuple[object, str] | None:
     size, side = int(situation.number("DATA.IMG_SIZE")), min(pictures.width, pictures.height)
     if side <= size // 2 and _can_tile(size // 2, values, _window(situation, size)):
         return size // 2, f"half the weights' {size}, since the pictures are smaller"
+    is_small = size <= _SMALL and side >= 2 * size
+    if is_small and _can_tile(2 * size, values, _window(situation, 2 * size)):
+        return 2 * size, f"twice the weights' {size}, since the pictures are larger"
     return size, "as the weights"
 
 
@@ -440,7 +444,8 @@ RULES = (
     Rule("DATA.VAL_SPLIT", "0.2 where there is no folder for validation", _val_split_rule),
     Rule(
         "DATA.IMG_SIZE",
-        "that of the weights, or half of it if the pictures' short side is at most that half",
+        "that of the weights; half of it if the pictures' short side is at most that half; twice"
+        " as much if the weights are for at most 64 px and the pictures are larger",
         _image_size,
     ),
     Rule(

@@ -121,11 +121,15 @@ def test_epochs_follow_the_number_of_pictures():
 
 
 def test_the_image_follows_the_weights_and_the_pictures():
-    """Windows grow with an image that the user makes larger. A size or a window is not chosen if
-    windows would not tile the image."""
-    sizes = [ruled(photographs(side=side))["DATA.IMG_SIZE"] for side in (32, 33, 1000)]
-    assert sizes == [32, 64, 64]
-    assert "MODEL.SWINV2.WINDOW_SIZE" not in ruled(photographs())
+    """Windows grow with the image. A size or a window is not chosen if windows would not tile the
+    image."""
+    sizes = [ruled(photographs(side=side))["DATA.IMG_SIZE"] for side in (32, 33, 127, 128, 1000)]
+    assert sizes == [32, 64, 64, 128, 128]
+    assert ruled(photographs())["MODEL.SWINV2.WINDOW_SIZE"] == 16
+    of_larger = {"DATA.IMG_SIZE": 96, "MODEL.SWINV2.WINDOW_SIZE": 12}
+    assert ruled(photographs(), **of_larger)["DATA.IMG_SIZE"] == 96
+    cannot_tile = {"MODEL.SWINV2.PATCH_SIZE": 8, "MODEL.SWINV2.WINDOW_SIZE": 5}
+    assert ruled(photographs(), **cannot_tile)["DATA.IMG_SIZE"] == 64
     coarse = {"MODEL.SWINV2.PATCH_SIZE": 16, "MODEL.SWINV2.WINDOW_SIZE": 4}
     assert ruled(photographs(side=32), **coarse)["DATA.IMG_SIZE"] == 64
     larger = ruled(photographs(), {"DATA.IMG_SIZE": 96})
