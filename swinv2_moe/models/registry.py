@@ -43,7 +43,7 @@ default_cfgs = generate_default_cfgs(
     {
         "swinv2_moe.untrained": _cfg(192, 1000, 6),
         "swin_moe.untrained": _cfg(192, 1000, 6),
-        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 200, 2),
+        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000, 2),
         "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10, 2),
         "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000, 8),
         "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841, 6),

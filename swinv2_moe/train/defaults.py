@@ -372,7 +372,7 @@ def _image_size(situation: Situation) -> tuple[object, str] | None:
     if side <= size // 2 and _can_tile(size // 2, values, _window(situation, size)):
         return size // 2, f"half the weights' {size}, since the pictures are smaller"
     is_small = size <= _SMALL and side >= 2 * size
-    if is_small and _can_tile(2 * size, values, _window(situation, 2 * size)):
+    if is_small and _can_tile(2 * size, values, _window(situation, size)):
         return 2 * size, f"twice the weights' {size}, since the pictures are larger"
     return size, "as the weights"
 
@@ -394,16 +394,19 @@ def _can_tile(size: int, values: Mapping[str, object], window: int) -> bool:
 
 
 def _window_size(situation: Situation) -> tuple[object, str] | None:
-    """Larger windows for larger images; None where that is not possible."""
+    """Larger windows for larger images that those of the weights do not tile; None where that is
+    not needed or not possible."""
     keys = situation.weights.keys
     if "MODEL.SWINV2.WINDOW_SIZE" not in keys:
         return None
     size, trained = int(situation.number("DATA.IMG_SIZE")), keys["DATA.IMG_SIZE"]
     assert isinstance(trained, int)
-    window = _window(situation, size)
-    if size <= trained or not _can_tile(size, situation.values, window):
+    if size <= trained or _can_tile(size, situation.values, _window(situation, trained)):
         return None
-    return window, "grows with the image, so that a window shows as much of it"
+    window = _window(situation, size)
+    if not _can_tile(size, situation.values, window):
+        return None
+    return window, "grows with the image, which those of the weights do not tile"
 
 
 def _epochs(situation: Situation) -> tuple[object, str]:
@@ -450,8 +453,8 @@ RULES = (
     ),
     Rule(
         "MODEL.SWINV2.WINDOW_SIZE",
-        "that of the weights; larger in proportion to a larger `DATA.IMG_SIZE`, if such windows"
-        " tile the image",
+        "that of the weights; if such windows do not tile a larger `DATA.IMG_SIZE`, larger in"
+        " proportion",
         _window_size,
     ),
     Rule(

@@ -62,13 +62,13 @@ def test_a_folder_is_enough(photos, train_command):
     assert lines[1] == "weights: bundled:tiny (swinv2_moe, 4 experts, trained at 16 px)"
     first_epoch = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
     before = "\n".join(lines[:first_epoch])
-    for words in ("DATA.IMG_SIZE 16", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
+    for words in ("DATA.IMG_SIZE 32", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
         assert words in before, words
     commands = [line.removeprefix("next:").strip() for line in lines[-3:]]
     assert all("output/photos" in command for command in commands)
     config = configuration(Path("output/photos"))
     assert config.MODEL.PRETRAINED == "bundled:tiny"
-    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (16, 4)
+    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (32, 4)
     assert (config.DATA.BATCH_SIZE, config.TRAIN.EPOCHS) == (8, 2)
 
     again = train_command("--data", "photos")

@@ -1,15 +1,14 @@
 """The file of the package's model: its size, its card, and what it says of pictures."""
 
 import re
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 
 import swinv2_moe
-from swinv2_moe.config import config_from_text
 from moe_core.files import sha256
+from swinv2_moe.config import config_from_text
 from swinv2_moe.models.bundled import DIRECTORY, NAMES, bundled_file
 from swinv2_moe.models.weight_files import read_metadata
 
