@@ -84,10 +84,11 @@ def plans(args: argparse.Namespace) -> Iterator[Plan]:
     """The combinations of each mode, with their configurations."""
     opts = [*args.opts, "DEVICE", args.device]
     for mode in args.modes:
-        batches = args.batch_sizes or BATCHES[args.device][mode]
+        batches = BATCHES[args.device][mode]
         if args.graph and mode == "inference":
-            batches = args.batch_sizes or SMALL_BATCHES
-        options = Options((mode,), tuple(batches), tuple(args.dtypes), rounds=args.rounds)
+            batches = SMALL_BATCHES
+        sizes = tuple(args.batch_sizes or batches)
+        options = Options((mode,), sizes, tuple(args.dtypes), rounds=args.rounds)
         yield combinations(args.cfg or CONFIGS[args.device], opts, options)
 
 

@@ -390,8 +390,8 @@ def clip_to_norm(model: nn.Module, max_norm: float, norm: float | Tensor) -> Non
     if max_norm <= 0:
         return
     if isinstance(norm, Tensor):
-        device_factor = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
-        torch._foreach_mul_(_gradients(model), device_factor.clamp(max=1.0))
+        scale = max_norm / (norm.nan_to_num(0.0, 0.0) + 1e-6)
+        torch._foreach_mul_(_gradients(model), scale.clamp(max=1.0))
         return
     if not math.isfinite(norm):
         return

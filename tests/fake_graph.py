@@ -51,7 +51,7 @@ class FakeGraph(TorchDispatchMode):
 
 
 def capture(run: Callable[[], object]) -> Callable[[], None]:
-    """In place of `StepGraph._capture`."""
+    """In place of `swinv2_moe.train.graph.capture`."""
     graph = FakeGraph()
     with graph:
         run()

@@ -61,7 +61,7 @@ from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.train.graph import STEPS_BEFORE
+from swinv2_moe.train.graph import STEPS_BEFORE, check_device
 from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
@@ -174,12 +174,7 @@ def check_graph(compiled: Sequence[str], world: World) -> None:
     """
     if "on" in compiled:
         raise UserError("--graph captures passes that are not compiled, but --compile is 'on'")
-    if world.size > 1:
-        raise UserError(
-            f"--graph needs one rank, not {world.size}: a rank waits for the counts of the others"
-        )
-    if world.device.type != "cuda":
-        raise UserError(f"--graph needs a GPU, the device is {world.device.type!r}")
+    check_device(world, "--graph")
 
 
 def _with_graph(config: CfgNode) -> CfgNode:

@@ -21,15 +21,21 @@ class Compute(Protocol):
     def __call__(self, signalled: Tensor, batches: Batches) -> Tensor: ...
 
 
-def check_graph(world: World) -> None:
-    """Raises UserError if steps cannot be captured on this device by this number of ranks."""
+def check_device(world: World, key: str) -> None:
+    """Check that passes and steps can be captured on this device by this number of ranks.
+
+    Args:
+        key: what asks for it, for the message.
+
+    Raises:
+        UserError: they cannot.
+    """
     if world.size > 1:
         raise UserError(
-            f"TRAIN.GRAPH is True: it needs one process, here are {world.size}; experts on several"
-            " ranks wait for the counts of the others"
+            f"{key} needs one rank, not {world.size}: a rank waits for the counts of the others"
         )
     if world.device.type != "cuda":
-        raise UserError(f"TRAIN.GRAPH is True: it needs a GPU, the device is {world.device.type!r}")
+        raise UserError(f"{key} needs a GPU, the device is {world.device.type!r}")
 
 
 def capture(
@@ -96,16 +102,14 @@ class StepGraph:
         Raises:
             UserError: the step cannot be captured.
         """
-        inputs = [signalled, *(tensor for batch in batches for tensor in batch)]
+        if self._num_before < STEPS_BEFORE:
+            self._num_before += 1
+            return self._as_usual(compute, signalled, batches)
         if self._replay is None:
-            if self._num_before < STEPS_BEFORE:
-                self._num_before += 1
-                return self._as_usual(compute, signalled, batches)
-            self._replay = self._captured(compute, inputs, [len(batch) for batch in batches])
+            self._replay = self._captured(compute, signalled, batches)
         else:
-            shapes = [tensor.shape for tensor in self._inputs]
-            assert shapes == [tensor.shape for tensor in inputs], shapes
-            for captured, tensor in zip(self._inputs, inputs, strict=True):
+            for captured, tensor in zip(self._inputs, _flat(signalled, batches), strict=True):
+                assert captured.shape == tensor.shape, tensor.shape
                 captured.copy_(tensor)
         self._replay()
         for restore in self._restore_routing:  # a validation may have been between
@@ -113,18 +117,18 @@ class StepGraph:
         return self._results
 
     def _captured(
-        self, compute: Compute, inputs: list[Tensor], lengths: list[int]
+        self, compute: Compute, signalled: Tensor, batches: Batches
     ) -> Callable[[], None]:
-        self._inputs = [tensor.clone() for tensor in inputs]
-        signalled, *parts = self._inputs
-        remaining = iter(parts)
-        batches = [tuple(next(remaining) for _ in range(length)) for length in lengths]
+        """A function that computes a step on what is then in copies of these inputs."""
+        own_signalled = signalled.clone()
+        own_batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+        self._inputs = _flat(own_signalled, own_batches)
 
         def run() -> None:
-            self._results = compute(signalled, batches)
+            self._results = compute(own_signalled, own_batches)
 
         try:
-            replay = self._capture(run)
+            replay = capture(run, self._stream)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -146,5 +150,6 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(self._stream)
         return results
 
-    def _capture(self, run: Callable[[], object]) -> Callable[[], None]:
-        return capture(run, self._stream)
+
+def _flat(signalled: Tensor, batches: Batches) -> list[Tensor]:
+    return [signalled, *(tensor for batch in batches for tensor in batch)]

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from moe_core import global_grad_dot
 
-_NOISE_DECAY = 0.9  # of the averages over measurements
+_DECAY = 0.9  # of the averages over measurements
 
 
 class NoiseScale:
@@ -70,9 +70,14 @@ class NoiseScale:
     def _average(self, first: float, second: float, product: float) -> None:
         squared_norm = (first**2 + second**2) / 2
         # both averages start at 0; this bias cancels in their quotient
-        self._squared_norm = _NOISE_DECAY * self._squared_norm + (1 - _NOISE_DECAY) * squared_norm
-        self._squared_mean = _NOISE_DECAY * self._squared_mean + (1 - _NOISE_DECAY) * product
+        self._squared_norm = _moved(self._squared_norm, squared_norm)
+        self._squared_mean = _moved(self._squared_mean, product)
         self.value = None
         if self._squared_mean > 0:
             noise = self.images * (self._squared_norm - self._squared_mean)
             self.value = max(0.0, noise / self._squared_mean)
+
+
+def _moved(average: float, value: float) -> float:
+    """The moving average after one more value."""
+    return _DECAY * average + (1 - _DECAY) * value

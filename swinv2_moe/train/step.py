@@ -23,7 +23,7 @@ from swinv2_moe.models import MoEModel
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
-from swinv2_moe.train.graph import StepGraph, check_graph
+from swinv2_moe.train.graph import StepGraph, check_device
 from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
@@ -99,12 +99,12 @@ class TrainingStep:
             self.measured_layers = list(moe_layers(self.model).values())
         self.graph: StepGraph | None = None
         if config.graph:
-            check_graph(world)
+            check_device(world, "TRAIN.GRAPH")
             self.replay_from_now_on(StepGraph(moe_layers(self.model).values()))
 
     def replay_from_now_on(self, graph: StepGraph) -> None:
-        """Compute the following steps as a CUDA graph. Everything up to the update of the weights
-        is then decided on the device."""
+        """Compute the following steps as a CUDA graph. Whether gradients are clipped and weights
+        updated is then decided on the device."""
         self.graph = graph
         self.device_step = optim.DeviceStep(self.optimizer)
 
@@ -148,7 +148,7 @@ class TrainingStep:
         values = results.tolist()
         num_losses = self._num_losses
         loss, aux_loss, *of_teacher = values[:num_losses]
-        norm, bad_loss, signalled, *measured = values[num_losses:]
+        norm, bad_loss, was_signalled, *measured = values[num_losses:]
         needed_factors = measured[: len(self.measured_layers)]
         is_finite = bad_loss == 0 and norm < float("inf")
         if not is_finite:
@@ -163,7 +163,7 @@ class TrainingStep:
             norm,
             bad_loss == 0,
             was_skipped,
-            signalled > 0,
+            was_signalled > 0,
             tuple(needed_factors),
             *of_teacher,
         )
@@ -276,8 +276,8 @@ class TrainingStep:
         return self.world.max(torch.cat([torch.stack([is_bad, signalled]), needed]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
-        """Update the weights, unless a loss or the gradient on a rank is not finite. A graph has
-        done so.
+        """Update the weights, unless a loss or the gradient on a rank is not finite. With a graph
+        they are updated already, and only the rest is done.
 
         Returns:
             Whether the step counts as skipped. A step in which fp16 searches for a loss scale does

@@ -292,7 +292,7 @@ class TestNothingIsMeasured:
             self.check(gpu)
 
     def test_in_a_compiled_layer(self, gpu):
-        torch.compiler.reset()  # other tests may have reached its limit of recompilations
+        torch.compiler.reset()  # after a compiled jvp in this process it would skip the layer
         layer, x = fp32_layer(), torch.randn(40, 6)
         y, _ = torch.compile(layer, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(y, fp32_layer(kernels="torch")(x)[0])

@@ -10,8 +10,9 @@ from trainer_cases import make_batch, make_step
 from moe_core import moe_layers
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.train import graph as train_graph
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.graph import StepGraph, check_graph
+from swinv2_moe.train.graph import StepGraph, check_device
 from swinv2_moe.train.step import TrainingStep
 
 # all that a step draws, and biases that it moves
@@ -26,7 +27,7 @@ NUM_STEPS = 7
 @pytest.fixture
 def replay(monkeypatch):
     """`replay(step)`: the step's graph, with recorded operations in place of CUDA's."""
-    monkeypatch.setattr(StepGraph, "_capture", lambda self, run: fake_graph.capture(run))
+    monkeypatch.setattr(train_graph, "capture", lambda run, stream: fake_graph.capture(run))
     monkeypatch.setattr(StepGraph, "_as_usual", lambda self, compute, *inputs: compute(*inputs))
 
     def start(step: TrainingStep) -> StepGraph:
@@ -142,12 +143,12 @@ def test_a_step_that_reads_on_the_host_is_refused(replay):
 
 def test_only_one_process_with_a_gpu():
     for size, device, message in (
-        (2, "cuda", "TRAIN.GRAPH is True: it needs one process, here are 2"),
-        (1, "cpu", "TRAIN.GRAPH is True: it needs a GPU, the device is 'cpu'"),
+        (2, "cuda", "TRAIN.GRAPH needs one rank, not 2"),
+        (1, "cpu", "TRAIN.GRAPH needs a GPU, the device is 'cpu'"),
     ):
         with pytest.raises(UserError, match=message):
-            check_graph(World(0, size, torch.device(device)))
-    check_graph(World(0, 1, torch.device("cuda")))
+            check_device(World(0, size, torch.device(device)), "TRAIN.GRAPH")
+    check_device(World(0, 1, torch.device("cuda")), "TRAIN.GRAPH")
 
 
 @pytest.mark.parametrize(
