@@ -1,4 +1,4 @@
-"""The file of the package's model: its size, its card, and what it says of pictures."""
+"""The file of the package's model: its size, its card, its configuration, and its use by timm."""
 
 import re
 
