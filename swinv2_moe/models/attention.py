@@ -1,7 +1,6 @@
 """Window attention with timm's parameters and results, in one fused operation.
 
-The operation is `window_attention` on a GPU in half precision, and scaled_dot_product_attention
-otherwise.
+The operation is `window_attention` where that runs, and scaled_dot_product_attention otherwise.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from moe_core import PreparedValue
 from moe_core.context import in_transform
 from swinv2_moe.models import window_attention
-from swinv2_moe.models.window_attention import attention_on_cpu, plain_attention
+from swinv2_moe.models.window_attention import plain_attention
 
 
 @register_notrace_module  # reason: the kernel depends on the input
@@ -85,9 +84,6 @@ class FusedWindowAttention(WindowAttention):
             return plain_attention(qkv, bias, mask, scale, self.cosine, dropout)
         if not dropout and window_attention.runs(qkv):
             return self._fused(qkv, mask)
-        if not dropout and window_attention.trains_on_cpu(qkv):
-            bias, scale = self._position_bias(qkv.dtype), self.temperature().flatten()
-            return attention_on_cpu(qkv, bias, mask, scale, self.cosine)
         return self._sdpa(qkv, mask, dropout)
 
     def _fused(self, qkv: Tensor, mask: Tensor | None) -> Tensor:

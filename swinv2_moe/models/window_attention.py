@@ -1,9 +1,10 @@
 """Window attention with a position bias: everything between the two projections.
 
-On CUDA devices in half precision it is a torch.library op, whose kernels are in
-`triton_window_attention`. They do not store normalised queries and keys, the sum of bias and mask
-for each window, or the gradient of the bias for each window. scaled_dot_product_attention, which
-runs elsewhere, needs a tensor for each of these. On a CPU `attention_on_cpu` replaces it.
+It is a torch.library op on CUDA devices in half precision, with the kernels of
+`triton_window_attention`, and on CPUs in fp32 and bf16, with those of `cpp_window_attention`. They
+do not store normalised queries and keys, the sum of bias and mask for each window, or the gradient
+of the bias for each window. scaled_dot_product_attention, which runs elsewhere, needs a tensor for
+each of these.
 """
 
 # B images, W windows of an image, N tokens of a window, h heads, D channels of a head
@@ -16,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.context import in_transform, without_autocast
+from moe_core.context import in_transform
 from moe_core.ops.autograd import (
     is_differentiated_again,
     op,
     plain_gradients,
     register_autograd,
 )
+from moe_core.ops.backend import is_interpreted
+from moe_core.ops.native import library as native
+from swinv2_moe.models import cpp_window_attention
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +36,11 @@ def window_attention(
 ) -> Tensor:
     """`softmax(scale * q @ k^T + bias + mask) @ v` for each window and head.
 
-    In bf16, fp16 or fp32. Matrix products accumulate in fp32.
+    On CUDA devices in bf16, fp16 or fp32, on CPUs in bf16 or fp32. Matrix products accumulate in
+    fp32.
 
     Args:
-        qkv: [B*W, N, 3, h, D], D of 16, 32 or 64.
+        qkv: [B*W, N, 3, h, D]; on CUDA devices D of 16, 32 or 64.
         bias: [h, N, N].
         mask: [W, N, N], -inf for pairs of tokens that do not attend to each other; None: no mask.
             It gets no gradient.
@@ -64,28 +69,19 @@ def window_attention(
 def runs(qkv: Tensor) -> bool:
     """Whether the op supports qkv [B*W, N, 3, h, D] here.
 
-    False during export, because an exported program must run without Triton, and where the op has
-    no derivatives (`moe_core.ops.autograd`).
+    False in a program that is saved, which must run without this project, and where the op has no
+    derivatives (`moe_core.ops.autograd`).
     """
-    if not qkv.is_cuda or qkv.dtype not in (torch.bfloat16, torch.float16):
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or in_transform(qkv):
         return False
-    if qkv.shape[1] > 256 or qkv.shape[-1] not in (16, 32, 64):
-        return False
-    return not (torch.compiler.is_exporting() or in_transform(qkv)) and _triton_runs()
+    if qkv.is_cuda:
+        is_half = qkv.dtype in (torch.bfloat16, torch.float16)
+        is_small = qkv.shape[1] <= 256 and qkv.shape[-1] in (16, 32, 64)
+        return is_half and is_small and _triton_runs()
+    return qkv.is_cpu and qkv.dtype in (torch.bfloat16, torch.float32) and _cpp_runs()
 
 
-def trains_on_cpu(qkv: Tensor) -> bool:
-    """Whether `attention_on_cpu` is used for qkv [B*W, N, 3, h, D].
-
-    False in a program that is saved, which must not contain a function of Python, and without
-    gradients, where scaled_dot_product_attention has a fused kernel.
-    """
-    if not (qkv.is_cpu and qkv.requires_grad):
-        return False
-    return not (torch.compiler.is_exporting() or torch.jit.is_tracing())
-
-
-# A constant for torch.compile, which cannot trace imports and logging.
+# Constants for torch.compile, which cannot trace imports and logging.
 @torch.compiler.assume_constant_result
 @functools.cache
 def _triton_runs() -> bool:
@@ -103,7 +99,15 @@ def _triton_runs() -> bool:
     return True
 
 
-def _kernels():
+@torch.compiler.assume_constant_result
+@functools.cache
+def _cpp_runs() -> bool:
+    return native.chosen() is not None
+
+
+def _kernels(qkv: Tensor):
+    if qkv.is_cpu and not is_interpreted():
+        return cpp_window_attention
     from swinv2_moe.models import triton_window_attention  # here, since it imports Triton
 
     return triton_window_attention
@@ -141,7 +145,7 @@ def _window_attention(
     qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
 ) -> tuple[Tensor, Tensor]:
     """out [B*W, N, h*D] and, for the backward pass, the log-sum-exp of the scores [B*W, h, N]."""
-    return _kernels().forward(qkv, bias, mask, scale, cosine)
+    return _kernels(qkv).forward(qkv, bias, mask, scale, cosine)
 
 
 @op("swinv2_moe::window_attention_backward")
@@ -156,7 +160,7 @@ def _window_attention_backward(
     cosine: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of qkv in its dtype, of bias and scale in fp32."""
-    return _kernels().backward(grad, qkv, bias, mask, scale, out, lse, cosine)
+    return _kernels(qkv).backward(grad, qkv, bias, mask, scale, out, lse, cosine)
 
 
 @_window_attention.register_fake
@@ -222,108 +226,3 @@ def _plain_backward(ctx, grad, qkv, bias, mask, scale):
 
 
 _differentiable = register_autograd(_window_attention, _backward, _save)
-
-
-# 3. On a CPU, from torch's operations
-#
-# scaled_dot_product_attention has no fused kernel on a CPU if the bias needs a gradient, and its
-# parts copy queries, keys and values several times. Here they are copied once, into the layout of
-# the products; the backward pass by hand computes in place.
-
-
-def attention_on_cpu(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
-) -> Tensor:
-    """As `window_attention`, computed in fp32 or fp64."""
-    if torch.compiler.is_compiling():  # the compiler fuses the plain form's passes
-        with without_autocast(qkv):
-            return plain_attention(qkv, bias, mask, scale, cosine)
-    return _AttentionOnCpu.apply(qkv, bias, mask, scale, cosine)
-
-
-class _AttentionOnCpu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, bias, mask, scale, cosine):
-        out, weights, inverse = _attend(qkv, bias, mask, scale, cosine)
-        ctx.save_for_backward(qkv, bias, mask, scale, weights, inverse, out)
-        ctx.cosine = cosine
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        qkv, bias, mask, scale, weights, inverse, out = ctx.saved_tensors
-        # Batched gradients, of is_grads_batched, have rules for torch's own operations.
-        is_batched = torch._C._functorch.is_legacy_batchedtensor(grad)
-        if is_batched or is_differentiated_again(grad):
-            return _plain_backward(ctx, grad, qkv, bias, mask, scale)
-        with without_autocast(qkv):
-            grads = _gradients(grad, out, qkv, scale, weights, inverse)
-        of_qkv, of_bias, of_scale = grads
-        return of_qkv.to(qkv.dtype), of_bias.to(bias.dtype), None, of_scale.to(scale.dtype), None
-
-
-def _attend(
-    qkv: Tensor, bias: Tensor, mask: Tensor | None, scale: Tensor, cosine: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output [B*W, N, h*D], the attention weights [B*W, h, N, N], and the inverse lengths of
-    queries and keys [2, B*W, h, N, 1]; None if these are not normalised."""
-    with without_autocast(qkv):
-        rows, inverse = _rows(qkv), None
-        if cosine:
-            inverse = _inverse_lengths(rows[:2])
-            rows[:2].mul_(inverse)
-        q, k, v = rows.unbind(0)
-        scores = (q * scale.view(-1, 1, 1)) @ k.mT
-        if mask is None:
-            scores += bias
-        else:
-            scores.unflatten(0, (-1, len(mask))).add_(bias + mask.unsqueeze(1))
-        weights = scores.softmax(-1)
-        out = (weights @ v).transpose(1, 2).flatten(2)
-    return out.to(qkv.dtype), weights, inverse
-
-
-def _rows(qkv: Tensor) -> Tensor:
-    """A copy of qkv [B*W, N, 3, h, D] in the layout of the products: [3, B*W, h, N, D]."""
-    dtype = torch.promote_types(qkv.dtype, torch.float32)
-    # a copy in any case, because it is changed in place
-    return qkv.permute(2, 0, 3, 1, 4).to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _inverse_lengths(rows: Tensor) -> Tensor:
-    """rows [..., D] -> [..., 1], limited as in F.normalize."""
-    return (rows * rows).sum(-1, keepdim=True).clamp_(min=1e-24).rsqrt_()
-
-
-def _gradients(
-    grad: Tensor,
-    out: Tensor,
-    qkv: Tensor,
-    scale: Tensor,
-    weights: Tensor,
-    inverse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of qkv [B*W, N, 3, h, D], of bias [h, N, N] and of scale [h], from that of the
-    output `out`."""
-    rows, scale = _rows(qkv), scale.view(-1, 1, 1)
-    if inverse is not None:
-        rows[:2].mul_(inverse)
-    q, k, v = (part.flatten(0, 1) for part in rows)  # [B*W*h, N, D]
-    grad = grad.to(rows.dtype).unflatten(2, qkv.shape[3:])  # [B*W, N, h, D]
-    # of a row of scores, the mean gradient of its weights, which softmax removes
-    means = (grad * out.view_as(grad)).sum(-1).transpose(1, 2).reshape(*v.shape[:2], 1)
-    grad = grad.transpose(1, 2).reshape(v.shape)
-    of_rows = torch.empty_like(rows)
-    of_q, of_k, of_v = (part.flatten(0, 1) for part in of_rows)
-    flat = weights.flatten(0, 1)
-    torch.bmm(flat.mT, grad, out=of_v)
-    of_scores = torch.baddbmm(means, grad, v.mT, beta=-1).mul_(flat)
-    torch.bmm(of_scores, k, out=of_q)
-    torch.bmm(of_scores.mT, q, out=of_k)
-    of_lengths = of_rows[:2]
-    along = (of_lengths * rows[:2]).sum(-1, keepdim=True)  # [2, B*W, h, N, 1]
-    if inverse is not None:  # no part along the rows, whose lengths stay 1
-        of_lengths.addcmul_(rows[:2], along, value=-1).mul_(inverse)
-    of_lengths.mul_(scale)
-    of_bias = of_scores.view_as(weights).sum(0)
-    return of_rows.permute(1, 3, 0, 2, 4), of_bias, along[0].sum((0, 2, 3))

@@ -41,7 +41,7 @@ from swinv2_moe.train.run_report import (
     summarize,
 )
 from swinv2_moe.train.saver import Saver
-from swinv2_moe.train.teacher import open_teacher
+from swinv2_moe.train.teacher import Teacher, open_teacher
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
 from swinv2_moe.train.trial import settle
 
@@ -95,15 +95,17 @@ def train(
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         source = starting_point(root, resume, config, world)
-        sections, settled = _settled(config, source, largest_batch, world)
-        data, staging, teacher = _open_data(sections, world, source, stack, check_images)
+        sections, teacher, settled = _settled(config, source, largest_batch, world)
+        data, staging, distillation = _open_data(
+            sections, world, source, teacher, stack, check_images
+        )
         group = expert_group(sections.model.experts, world)
         size = measure_model(sections.model, data.num_classes)
         seed_everything(run.seed)  # the same weights on any number of ranks
         model = build_model(sections.model, data.num_classes, group)
         if source is None:
             data = _load_pretrained(sections, model, world, data)
-        trainer = Trainer(sections, world, data, model, phases, teacher)
+        trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
         was_finished = trainer.progress.finished
@@ -131,27 +133,30 @@ def train(
 
 def _settled(
     config: CfgNode, source: Checkpoint | None, largest_batch: int | None, world: World
-) -> tuple[AllSections, list[str]]:
-    """The sections with what the weights were trained with and what trial steps have found, and
-    lines about both."""
+) -> tuple[AllSections, Teacher | None, list[str]]:
+    """The sections with what the weights were trained with and what trial steps have found, the
+    teacher, if any, and lines about the sections."""
     config, lines = as_trained(config, source, world)
+    # before the steps: they take time, and memory that the teacher leaves
+    teacher = open_teacher(all_sections(config).train.distill, world)
     if largest_batch is not None and source is None:
-        config, tried = settle(config, largest_batch, world)
+        config, tried = settle(config, largest_batch, world, teacher)
         lines = lines + tried
     sections, amp_note = without_slow_amp(all_sections(config), world)
-    return sections, lines + amp_note
+    return sections, teacher, lines + amp_note
 
 
 def _open_data(
     sections: AllSections,
     world: World,
     source: Checkpoint | None,
+    teacher: Teacher | None,
     stack: ExitStack,
     check_images: bool,
 ) -> tuple[Data, Staging | None, Distillation | None]:
-    """The data, the record of an earlier staging, and the teacher, if any. Collective."""
+    """The data, the record of an earlier staging, and the teacher's outputs, if there is one.
+    Collective."""
     config = sections.train.distill
-    teacher = open_teacher(config, world)
     with_classes = None
     if teacher is not None and config.classes == "teacher":
         with_classes = teacher.relabel

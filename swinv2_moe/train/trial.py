@@ -22,7 +22,7 @@ from swinv2_moe.config import AllSections, all_sections, given_keys
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.data.build import Data, build_data
 from swinv2_moe.data.datasets import Batch
-from swinv2_moe.data.sources import load_sources
+from swinv2_moe.data.sources import Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.tables import in_words
@@ -32,6 +32,7 @@ from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
+from swinv2_moe.train.teacher import Teacher
 
 _USED = 0.8  # share of the free memory that a step may take
 _MAX_WORKERS = 8
@@ -42,17 +43,22 @@ _CACHED = ("active_file", "inactive_file")  # in its memory.stat
 _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
 
 
-def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[str]]:
+def settle(
+    config: CfgNode, largest: int, world: World, teacher: Teacher | None = None
+) -> tuple[CfgNode, list[str]]:
     """The configuration with the largest batch that fits into every rank's memory and the number
     of data workers, and lines about them and the duration of the training. Collective.
 
     Args:
         largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
             DATA.BATCH_SIZE is given.
+        teacher: that of the training, if any. It must know the classes of the pictures.
 
     Raises:
-        UserError: on every rank, if one picture does not fit into a rank's memory.
+        UserError: on every rank, if the pictures cannot be used, or one does not fit into a rank's
+            memory.
     """
+    sources = world.on_every_rank(lambda: _sources(config, teacher))
     config, lines = config.clone(), []
     config.defrost()
     if "DATA.NUM_WORKERS" not in (given_keys(config) or ()):
@@ -61,7 +67,8 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
         lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
     if largest:
         limit = max(1, largest // world.size)
-        found = world.on_every_rank(lambda: _try_batches(config, limit, world.device))
+        classes = len(sources.class_names)
+        found = world.on_every_rank(lambda: _try_batches(config, limit, classes, world.device))
         size = min(world.gather(found))
         config.DATA.BATCH_SIZE = size
         reason = "at least 20 steps an epoch, at most 128 pictures"
@@ -70,13 +77,25 @@ def settle(config: CfgNode, largest: int, world: World) -> tuple[CfgNode, list[s
         lines.append(f"  DATA.BATCH_SIZE {size}: {reason}")
     check_config(config)
     config.freeze()
-    seconds = max(world.gather(_duration(config, world)))
+    seconds = max(world.gather(_duration(config, sources, world)))
     beside = ""
-    if config.TRAIN.DISTILL.TEACHER:
+    if teacher is not None:
         beside = ", and the time of the teacher, which is not tried"
     lines.append(f"expected duration: {in_words(seconds)}{beside}")
     _free_memory(world.device)
     return config, lines
+
+
+def _sources(config: CfgNode, teacher: Teacher | None) -> Sources:
+    """The pictures, with the classes that they are trained with."""
+    sources = load_sources(all_sections(config).data)
+    if teacher is None:
+        return sources
+    if config.TRAIN.DISTILL.CLASSES == "teacher":
+        return teacher.relabel(sources)
+    if sources.class_names != teacher.class_names:
+        teacher.numbers(sources.class_names)
+    return sources
 
 
 def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int:
@@ -107,14 +126,13 @@ def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int
     return fitting
 
 
-def _try_batches(config: CfgNode, limit: int, device: torch.device) -> int:
+def _try_batches(config: CfgNode, limit: int, classes: int, device: torch.device) -> int:
     """As `largest_fitting`, with steps of the configured model on noise.
 
     Raises:
         UserError: a batch of 1 does not fit.
     """
     sections = _sections(config, device)
-    classes = len(load_sources(sections.data).class_names)
     _free_memory(device)
     free, before = free_memory(device), _used_memory(device)
     step: TrainingStep | None = None
@@ -154,11 +172,11 @@ def _step(sections: AllSections, classes: int, device: torch.device) -> Training
     return step
 
 
-def _duration(config: CfgNode, world: World) -> float:
+def _duration(config: CfgNode, sources: Sources, world: World) -> float:
     """Seconds of the training, from a few steps on its own pictures. The first step, which may
     compile kernels, does not count."""
     sections = _sections(config, world.device)
-    data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size))
+    data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
     accumulation = sections.train.accumulation_steps
     steps = steps_per_epoch(accumulation, len(data.train_loader))
     step = _step(sections, data.num_classes, world.device)

@@ -28,6 +28,7 @@ _NAMES = (
     "rows.cpp",
     "plan.cpp",
     "route.cpp",
+    "attention.cpp",
     "ffn.hpp",
     "ffn_int8.hpp",
     "ffn_work.hpp",
@@ -147,6 +148,7 @@ def _opened(path: Path) -> ctypes.CDLL:
         library.bf16_product_bytes,
         library.int8_space,
         library.int8_weight_words,
+        library.attention_space,
     )
     for function in functions:
         function.restype = c_long

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from timm.models.swin_transformer_v2 import SwinTransformerV2Block, WindowAttention
 
 from moe_core import prepared
-from swinv2_moe.models import attention
 from swinv2_moe.models.attention import DotProductWindowAttention, FusedWindowAttention
-from swinv2_moe.models.window_attention import attention_on_cpu, plain_attention
 
 
 def copy_of(attn: WindowAttention) -> FusedWindowAttention:
@@ -127,74 +125,7 @@ def test_the_position_bias_is_kept_within_prepared_alone(kind, randomize, monkey
     assert attn.cpb_mlp[2].weight.grad is not None
 
 
-# The training form on a CPU
-
-
-def operands(windows, dtype=torch.float64):
-    """qkv [windows, 5, 3, 2, 4], bias and scale, which need gradients. A token's query is zero."""
-    torch.manual_seed(0)
-    qkv = torch.randn(windows, 5, 3, 2, 4, dtype=dtype)
-    if windows:
-        qkv[0, 0, 0] = 0
-    bias, scale = torch.randn(2, 5, 5, dtype=dtype), torch.tensor([0.5, 4.0], dtype=dtype)
-    return [tensor.requires_grad_() for tensor in (qkv, bias, scale)]
-
-
-def results_of(form, inputs, mask, cosine):
-    """The output and all gradients, the former's with strides."""
-    qkv, bias, scale = inputs
-    y = form(qkv, bias, mask, scale, cosine)
-    grad = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape[::-1]).permute(2, 1, 0)
-    return [y, *torch.autograd.grad(y, inputs, grad)]
-
-
-@pytest.mark.parametrize("cosine", [True, False])
-@pytest.mark.parametrize("masks", [0, 3, 6])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 4e-2)]
-)
-def test_the_training_form_equals_plain_torch(cosine, masks, dtype, tolerance):
-    """Of 6 windows: 3 masks are those of each image's windows, 6 those of each window."""
-    inputs, mask = operands(6, dtype), None
-    if masks:
-        allowed = torch.rand(masks, 5, 5) < 0.5
-        mask = torch.where(allowed | torch.eye(5, dtype=torch.bool), 0.0, -math.inf).to(dtype)
-    before = inputs[0].detach().clone()
-    found = results_of(attention_on_cpu, inputs, mask, cosine)
-    assert torch.equal(inputs[0], before)
-    for a, b in zip(found, results_of(plain_attention, inputs, mask, cosine), strict=True):
-        assert a.dtype == dtype
-        if len(a) == len(before):
-            a, b = a[1:], b[1:]  # a zero query's gradient is 1e12 times as large
-        assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1)
-
-
-def test_the_training_form_of_no_window_and_of_one_token():
-    found = results_of(attention_on_cpu, operands(0), torch.zeros(3, 5, 5).double(), True)
-    assert [tensor.shape[0] for tensor in found] == [0, 0, 2, 2]
-    assert not found[2].any()
-    # its layout is that of the products already
-    qkv = torch.randn(1, 1, 3, 2, 4, requires_grad=True)
-    before = qkv.detach().clone()
-    attention_on_cpu(qkv, torch.zeros(2, 1, 1), None, torch.ones(2), True).sum().backward()
-    assert torch.equal(qkv, before)
-
-
-@pytest.mark.parametrize("cosine", [True, False])
-def test_the_training_form_has_second_derivatives(cosine):
-    inputs = operands(2)
-    with torch.no_grad():
-        inputs[0][0, 0, 0] = 1
-    mask = torch.randn(2, 5, 5, dtype=torch.float64)
-
-    def function(qkv, bias, scale):
-        return attention_on_cpu(qkv, bias, mask, scale, cosine)
-
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
-def test_a_compiled_training_form_is_one_graph(randomize):
+def test_a_compiled_attention_is_one_graph(randomize):
     attn, x = randomize(FusedWindowAttention(12, (4, 4), 3)), torch.randn(4, 16, 12)
     compiled = torch.compile(attn, backend="aot_eager", fullgraph=True)
     grads = []
@@ -203,23 +134,6 @@ def test_a_compiled_training_form_is_one_graph(randomize):
         run(x).square().sum().backward()
         grads.append([p.grad.clone() for p in attn.parameters()])
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-
-
-def test_torch_computes_what_is_not_trained(monkeypatch):
-    """Inference, dropout of attention weights, and programs that are saved."""
-    ways = []
-    monkeypatch.setattr(attention, "attention_on_cpu", lambda qkv, *_: ways.append("training"))
-    attn, x = FusedWindowAttention(12, (4, 4), 3, attn_drop=0.5), torch.randn(4, 16, 12)
-    attn(x)
-    attn.eval()
-    with torch.no_grad():
-        attn(x)
-    torch.jit.trace(attn, x)
-    torch.export.export(attn, (x,))
-    assert ways == []
-    with pytest.raises(TypeError):
-        attn(x)
-    assert ways == ["training"]
 
 
 def test_batched_gradients_are_those_of_each():

@@ -7,10 +7,13 @@ import os
 import pytest
 import torch
 
+from swinv2_moe.config import AllSections
+from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import trial
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
+from swinv2_moe.train.step import TrainingStep
 from swinv2_moe.train.trial import free_memory, largest_fitting, settle
 
 
@@ -69,6 +72,37 @@ def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     again, lines = settle(config, 0, world)
     assert again.DATA.BATCH_SIZE == config.DATA.BATCH_SIZE
     assert not any("BATCH_SIZE" in line for line in lines)
+
+
+class TeacherOfLetters:
+    class_names = ("a", "b")
+
+    def numbers(self, names: list[str]) -> list[int]:
+        raise UserError(f"does not know {names[0]}")
+
+    def relabel(self, sources: Sources) -> Sources:
+        return Sources(sources.train, sources.val, [str(number) for number in range(300)])
+
+
+def test_a_teacher_is_asked_for_the_classes_before_any_step(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "TrainingStep", None)
+    with pytest.raises(UserError, match="does not know 0"):
+        settle(make_config(tmp_path), 16, World(0, 1, torch.device("cpu")), TeacherOfLetters())
+
+
+def test_the_trial_has_the_classes_of_the_training(make_config, tmp_path, monkeypatch):
+    config = make_config(tmp_path, {"TRAIN.DISTILL.CLASSES": "teacher"})
+    tried = []
+
+    def step_of(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
+        tried.append(classes)
+        return usual(sections, classes, device)
+
+    usual = trial._step
+    monkeypatch.setattr(trial, "_step", step_of)
+    lines = settle(config, 16, World(0, 1, torch.device("cpu")), TeacherOfLetters())[1]
+    assert set(tried) == {300}
+    assert lines[-1].endswith(", and the time of the teacher, which is not tried")
 
 
 class WithSmallerRank(World):
