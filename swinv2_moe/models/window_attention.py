@@ -25,7 +25,7 @@ from moe_core.ops.autograd import (
     register_autograd,
 )
 from moe_core.ops.backend import is_interpreted
-from moe_core.ops.native import library as native
+from moe_core.ops.native.library import chosen
 from swinv2_moe.models import cpp_window_attention
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _triton_runs() -> bool:
 @torch.compiler.assume_constant_result
 @functools.cache
 def _cpp_runs() -> bool:
-    return native.chosen() is not None
+    return chosen() is not None
 
 
 def _kernels(qkv: Tensor):

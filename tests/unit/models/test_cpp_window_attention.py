@@ -196,7 +196,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     module._cpp_runs.cache_clear()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(native, "chosen", lambda: None)
+            patch.setattr(module, "chosen", lambda: None)
             assert not is_fused(attn, x, monkeypatch)
     finally:
         module._cpp_runs.cache_clear()
