@@ -394,19 +394,22 @@ def _can_tile(size: int, values: Mapping[str, object], window: int) -> bool:
 
 
 def _window_size(situation: Situation) -> tuple[object, str] | None:
-    """Larger windows for larger images that those of the weights do not tile; None where that is
-    not needed or not possible."""
+    """The smallest windows that tile an image larger than those of the weights; None where those of
+    the weights do, or none up to those that grow with the image does."""
     keys = situation.weights.keys
     if "MODEL.SWINV2.WINDOW_SIZE" not in keys:
         return None
     size, trained = int(situation.number("DATA.IMG_SIZE")), keys["DATA.IMG_SIZE"]
     assert isinstance(trained, int)
-    if size <= trained or _can_tile(size, situation.values, _window(situation, trained)):
+    if size <= trained:
         return None
-    window = _window(situation, size)
-    if not _can_tile(size, situation.values, window):
-        return None
-    return window, "grows with the image, which those of the weights do not tile"
+    smallest = _window(situation, trained)
+    for window in range(smallest, _window(situation, size) + 1):
+        if _can_tile(size, situation.values, window):
+            if window == smallest:
+                return None
+            return window, "the smallest that tile the image, which those of the weights do not"
+    return None
 
 
 def _epochs(situation: Situation) -> tuple[object, str]:
@@ -453,8 +456,8 @@ RULES = (
     ),
     Rule(
         "MODEL.SWINV2.WINDOW_SIZE",
-        "that of the weights; if such windows do not tile a larger `DATA.IMG_SIZE`, larger in"
-        " proportion",
+        "that of the weights; if such windows do not tile a larger `DATA.IMG_SIZE`, the smallest"
+        " larger ones that do",
         _window_size,
     ),
     Rule(

@@ -135,6 +135,7 @@ def test_the_image_follows_the_weights_and_the_pictures():
     larger = ruled(photographs(), {"DATA.IMG_SIZE": 96})
     assert "DATA.IMG_SIZE" not in larger
     assert larger["MODEL.SWINV2.WINDOW_SIZE"] == 12
+    assert ruled(photographs(), {"DATA.IMG_SIZE": 192})["MODEL.SWINV2.WINDOW_SIZE"] == 12
     assert "MODEL.SWINV2.WINDOW_SIZE" not in ruled(photographs(), {"DATA.IMG_SIZE": 72})
 
 
