@@ -438,6 +438,24 @@ def _if_pretrained(value: object, reason: str) -> Callable[[Situation], tuple[ob
     return lambda situation: (value, reason) if situation.weights.name else None
 
 
+def _mixing(alpha: float) -> Callable[[Situation], tuple[object, str]]:
+    """Mixup or cutmix of this strength, where pictures of a step can be mixed in pairs."""
+
+    def choose_alpha(situation: Situation) -> tuple[object, str]:
+        values = situation.values
+        batch = values.get("DATA.BATCH_SIZE", 2)
+        assert isinstance(batch, int)
+        if not situation.weights.name:
+            return 0.0, _SHORT
+        if values.get("TRAIN.DISTILL.TEACHER"):
+            return 0.0, "the teacher's outputs are those of single pictures"
+        if batch % 2 or values.get("DATA.GLOBAL_BATCH_SIZE"):
+            return 0.0, "the batch of a rank is odd, or may be"
+        return alpha, "mixed pictures keep the model from learning the pictures by heart"
+
+    return choose_alpha
+
+
 def _val_split_rule(situation: Situation) -> tuple[object, str] | None:
     split = situation.pictures.val_split
     return (split, "there is no val/") if split else None
@@ -489,7 +507,11 @@ RULES = (
     Rule("AUG.SCALE", "crops of 35 to 100% of the area", _always([0.35, 1.0], _SHORT)),
     Rule("AUG.AUTO_AUGMENT", "off", _always("none", _SHORT)),
     Rule("AUG.REPROB", "0", _always(0.0, _SHORT)),
-    Rule("AUG.MIXUP", "0", _always(0.0, _SHORT)),
-    Rule("AUG.CUTMIX", "0", _always(0.0, _SHORT)),
+    Rule(
+        "AUG.MIXUP",
+        "0.2 with pretrained weights; 0 with a teacher, or where the batch of a rank is odd",
+        _mixing(0.2),
+    ),
+    Rule("AUG.CUTMIX", "0.5, and 0 where `AUG.MIXUP` is", _mixing(0.5)),
     Rule("AMP_ENABLE", "`auto`", _always("auto", "mixed precision where it is faster")),
 )

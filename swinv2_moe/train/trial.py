@@ -75,6 +75,9 @@ def settle(
         if size < limit:
             reason = "twice as many pictures might not fit into memory"
         lines.append(f"  DATA.BATCH_SIZE {size}: {reason}")
+        if size == 1 and (config.AUG.MIXUP or config.AUG.CUTMIX):
+            config.AUG.MIXUP = config.AUG.CUTMIX = 0.0
+            lines.append("  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed")
     check_config(config)
     config.freeze()
     seconds = max(world.gather(_duration(config, sources, world)))

@@ -120,6 +120,23 @@ def test_epochs_follow_the_number_of_pictures():
     assert "TRAIN.LAYER_DECAY" not in scratch
 
 
+@pytest.mark.parametrize(
+    ("given", "mixed"),
+    [
+        ({}, True),
+        ({"DATA.BATCH_SIZE": 6}, True),
+        ({"DATA.BATCH_SIZE": 7}, False),
+        ({"DATA.GLOBAL_BATCH_SIZE": 6}, False),
+        ({"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"}, False),
+    ],
+)
+def test_pictures_are_mixed_where_they_can_be(given, mixed):
+    chosen = ruled(photographs(), given)
+    assert (chosen["AUG.MIXUP"], chosen["AUG.CUTMIX"]) == ((0.2, 0.5) if mixed else (0, 0))
+    scratch = apply_rules(photographs(), Weights("", {}, ""), given)[0]
+    assert (scratch["AUG.MIXUP"], scratch["AUG.CUTMIX"]) == (0, 0)
+
+
 def test_the_image_follows_the_weights_and_the_pictures():
     """Windows grow with an image that those of the weights do not tile. A size or a window is not
     chosen if windows would not tile the image."""

@@ -121,6 +121,16 @@ def test_the_rank_with_the_least_memory_decides(make_config, tmp_path):
     assert "  DATA.BATCH_SIZE 2: twice as many pictures might not fit into memory" in lines
 
 
+def test_a_batch_of_one_is_not_mixed(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "largest_fitting", lambda *_: 1)
+    world = World(0, 1, torch.device("cpu"))
+    settled, lines = settle(make_config(tmp_path, {"AUG.CUTMIX": 0.5}), 16, world)
+    assert (settled.DATA.BATCH_SIZE, settled.AUG.CUTMIX) == (1, 0)
+    assert "  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed" in lines
+    settled, lines = settle(make_config(tmp_path), 16, world)
+    assert not any("MIXUP" in line for line in lines)
+
+
 def test_too_little_memory_for_one_picture(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "free_memory", lambda device: 1000)
     monkeypatch.setattr(trial, "peak_memory", lambda device: 2**50)
