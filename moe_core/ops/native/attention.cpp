@@ -47,66 +47,80 @@ struct Room {
   }
 };
 
-// to [N, wide] = the rows divided by their lengths, and the inverse lengths; without cosine the rows, and 1.
+// One divided by the lengths of the rows of q or k; 1 without cosine.
 template <class T>
-void unit_rows(const T* from, const Sizes& s, float* to, float* inverse) {
-  for (long i = 0; i < s.tokens; i++, from += s.row(), to += s.wide()) {
-    V squares = broadcast(0.0f);
-    for (long d = 0; d < s.channels; d += 16) {
-      const V v = load(from + d, s.channels - d);
-      squares = multiply_add(v, v, squares);
-      store(to + d, v);
-    }
+void inverse_lengths(const T* rows, const Sizes& s, float* inverse) {
+  for (long i = 0; i < s.tokens; i++, rows += s.row()) {
     inverse[i] = 1.0f;
     if (!s.cosine) continue;
+    V squares = broadcast(0.0f);
+    for (long d = 0; d < s.channels; d += 16) {
+      const V v = load(rows + d, s.channels - d);
+      squares = multiply_add(v, v, squares);
+    }
     inverse[i] = 1.0f / std::sqrt(std::max(sum_of(squares), 1e-24f));
-    for (long d = 0; d < s.channels; d += 16) store(to + d, load(to + d) * broadcast(inverse[i]));
   }
 }
 
-// The scores without bias, from rows of q and k.
-template <class P>
-void multiply_queries(const Room<P>& room, const Sizes& s) {
-  const auto a = Packed<P, kA>(room.a, s.tokens, s.channels).template pack<kAlongK>(room.q, s.wide());
-  const auto b = Packed<P, kB>(room.b, s.tokens, s.channels).template pack<kAlongK>(room.k, s.wide());
+// to [N, wide] = the rows, each times its number and `factor`.
+template <class T>
+void scaled_rows(const T* rows, const Sizes& s, const float* numbers, float factor, float* to) {
+  for (long i = 0; i < s.tokens; i++, rows += s.row(), to += s.wide())
+    for (long d = 0; d < s.channels; d += 16)
+      store(to + d, load(rows + d, s.channels - d) * broadcast(factor * numbers[i]));
+}
+
+// The products of q and k as they are, which rounds nothing in their own type. Lengths come afterwards, with the bias.
+template <class T, class P>
+void multiply_queries(const Room<P>& room, const Sizes& s, const T* qkv) {
+  const T* keys = qkv + s.heads * s.channels;
+  const auto a = Packed<P, kA>(room.a, s.tokens, s.channels).template pack<kAlongK>(qkv, s.row());
+  const auto b = Packed<P, kB>(room.b, s.tokens, s.channels).template pack<kAlongK>(keys, s.row());
   product_into(a, b, Ahead(), room.scores, s.scores(), false, false);
+  inverse_lengths(qkv, s, room.inverse_q);
+  inverse_lengths(keys, s, room.inverse_k);
 }
 
-INLINE void scale_rows(float* rows, long count, float by) {
-  for (long i = 0; i < count; i += 16) store(rows + i, load(rows + i) * broadcast(by));
-}
+// What the scores of a row are made of.
+struct Row {
+  float* products;
+  const float *lengths, *bias, *mask;  // inverse lengths of the keys; mask may be null
+  V factor;
 
-// 16 scores from j on with their bias; past the end as small as possible.
-INLINE V biased(const float* scores, const float* bias, const float* mask, long j, long count) {
-  V v = load(scores + j) + load(bias + j, count);
-  if (mask) v = v + load(mask + j, count);
-  if (count < 16) v = first_or(v, count, broadcast(-INFINITY));
-  return v;
-}
+  template <class P>
+  Row(const Room<P>& room, const Sizes& s, long i, float scale, const float* bias, const float* mask)
+      : products(room.scores + i * s.scores()), lengths(room.inverse_k), bias(bias + i * s.tokens),
+        mask(mask ? mask + i * s.tokens : nullptr), factor(broadcast(scale * room.inverse_q[i])) {}
+
+  // 16 scores from j on; past the end as small as possible.
+  INLINE V scores(long j, long count) const {
+    V v = multiply_add(load(products + j) * load(lengths + j), factor, load(bias + j, count));
+    if (mask) v = v + load(mask + j, count);
+    if (count < 16) v = first_or(v, count, broadcast(-INFINITY));
+    return v;
+  }
+};
 
 // One window and head.
 template <class T, class P>
 void attend(const Room<P>& room, const Sizes& s, const T* qkv, const float* bias, const float* mask, float scale, T* out,
             float* lse) {
   const long N = s.tokens, D = s.channels;
-  unit_rows(qkv, s, room.q, room.inverse_q);
-  unit_rows(qkv + s.heads * D, s, room.k, room.inverse_k);
-  scale_rows(room.q, N * s.wide(), scale);
-  multiply_queries(room, s);
-  float* sums = room.inverse_q;
+  multiply_queries(room, s, qkv);
+  float* sums = room.inverse_q;  // of which each row needs its own number alone
   for (long i = 0; i < N; i++) {
-    float* row = room.scores + i * s.scores();
+    const Row row(room, s, i, scale, bias, mask);
     V most = broadcast(-INFINITY), sum = broadcast(0.0f);
     for (long j = 0; j < N; j += 16) {
-      const V v = biased(row, bias + i * N, mask ? mask + i * N : nullptr, j, N - j);
+      const V v = row.scores(j, N - j);
       most = larger(most, v);
-      store(row + j, v);
+      store(row.products + j, v);
     }
     const float top = reduced(most, [](float a, float b) { return std::max(a, b); });
     for (long j = 0; j < N; j += 16) {
-      const V v = exp_of_negative(load(row + j) - broadcast(top));
+      const V v = exp_of_negative(load(row.products + j) - broadcast(top));
       sum = sum + v;
-      store(row + j, v);
+      store(row.products + j, v);
     }
     const float total = sum_of(sum);
     lse[i] = top + std::log(total);
@@ -141,10 +155,9 @@ template <class T, class P>
 float differentiate(const Room<P>& room, const Sizes& s, const T* grad, const T* qkv, const float* bias, const float* mask,
                     float scale, const T* out, const float* lse, T* grad_qkv, float* grad_bias) {
   const long N = s.tokens, D = s.channels, M = s.heads * D, stride = s.scores();
-  unit_rows(qkv, s, room.q, room.inverse_q);
-  unit_rows(qkv + M, s, room.k, room.inverse_k);
-  scale_rows(room.q, N * s.wide(), scale);
-  multiply_queries(room, s);
+  multiply_queries(room, s, qkv);
+  scaled_rows(qkv, s, room.inverse_q, scale, room.q);
+  scaled_rows(qkv + M, s, room.inverse_k, 1.0f, room.k);
   const auto a = Packed<P, kA>(room.a, N, D).template pack<kAlongK>(grad, M);
   const auto b = Packed<P, kB>(room.b, N, D).template pack<kAlongK>(qkv + 2 * M, s.row());
   product_into(a, b, Ahead(), room.slopes, stride, false, false);
@@ -153,11 +166,12 @@ float differentiate(const Room<P>& room, const Sizes& s, const T* grad, const T*
     for (long d = 0; d < D; d += 16)
       product = multiply_add(load(grad + i * M + d, D - d), load(out + i * M + d, D - d), product);
     const V mean = broadcast(sum_of(product)), total = broadcast(lse[i]);
-    float *row = room.scores + i * stride, *slope = room.slopes + i * stride, *sum = grad_bias + i * N;
+    const Row row(room, s, i, scale, bias, mask);
+    float *slope = room.slopes + i * stride, *sum = grad_bias + i * N;
     for (long j = 0; j < N; j += 16) {
-      const V p = exp_of_negative(biased(row, bias + i * N, mask ? mask + i * N : nullptr, j, N - j) - total);
+      const V p = exp_of_negative(row.scores(j, N - j) - total);
       const V v = p * (load(slope + j) - mean);
-      store(row + j, p);
+      store(row.products + j, p);
       store(slope + j, v);
       store(sum + j, load(sum + j, N - j) + v, N - j);
     }
@@ -176,7 +190,7 @@ float differentiate(const Room<P>& room, const Sizes& s, const T* grad, const T*
   square.template pack<kAlongK>(room.slopes, stride);
   rows.template pack<kAcrossK>(room.k, s.wide());
   product_into(square, rows, Ahead(), room.products, s.wide(), false, false);
-  unit_rows(qkv, s, room.q, room.inverse_q);
+  scaled_rows(qkv, s, room.inverse_q, 1.0f, room.q);
   return through_lengths(room, s, room.q, room.inverse_q, scale, grad_qkv);
 }
 
