@@ -43,8 +43,8 @@ def test_fused_equals_timm(dtype, masked, qkv_bias, pretrained_window, randomize
         y = module(images, mask)
         (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum().backward()
         results.append([y, images.grad, *(p.grad for p in module.parameters())])
-    # of the largest value: the temperature of 100 amplifies rounding
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-12
+    # of the largest value: at a temperature of 100 a score is rounded by 4e-6, several times
+    tolerance = 2e-4 if dtype == torch.float32 else 1e-12
     for name, expected, found in zip(
         ["output", "input", *dict(attn.named_parameters())], *results, strict=True
     ):
