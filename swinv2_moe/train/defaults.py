@@ -394,8 +394,8 @@ def _can_tile(size: int, values: Mapping[str, object], window: int) -> bool:
 
 
 def _window_size(situation: Situation) -> tuple[object, str] | None:
-    """The smallest windows that tile an image larger than those of the weights; None where those of
-    the weights do, or none up to those that grow with the image does."""
+    """The smallest windows that tile an image larger than those of the weights, up to windows that
+    are as much larger as the image; None where the weights' own tile it, or none does."""
     keys = situation.weights.keys
     if "MODEL.SWINV2.WINDOW_SIZE" not in keys:
         return None
@@ -403,7 +403,8 @@ def _window_size(situation: Situation) -> tuple[object, str] | None:
     assert isinstance(trained, int)
     if size <= trained:
         return None
-    smallest = _window(situation, trained)
+    smallest = keys["MODEL.SWINV2.WINDOW_SIZE"]
+    assert isinstance(smallest, int)
     for window in range(smallest, _window(situation, size) + 1):
         if _can_tile(size, situation.values, window):
             if window == smallest:
@@ -439,7 +440,7 @@ def _if_pretrained(value: object, reason: str) -> Callable[[Situation], tuple[ob
 
 
 def _mixing(alpha: float) -> Callable[[Situation], tuple[object, str]]:
-    """Mixup or cutmix of this strength, where pictures of a step can be mixed in pairs."""
+    """Mixup or cutmix of this strength, where the pictures of a batch can be mixed in pairs."""
 
     def choose_alpha(situation: Situation) -> tuple[object, str]:
         values = situation.values

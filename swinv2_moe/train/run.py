@@ -137,7 +137,7 @@ def _settled(
     """The sections with what the weights were trained with and what trial steps have found, the
     teacher, if any, and lines about the sections."""
     config, lines = as_trained(config, source, world)
-    # before the steps: they take time, and memory that the teacher leaves
+    # before the trial steps, which take time, and the memory that the teacher leaves free
     teacher = open_teacher(all_sections(config).train.distill, world)
     if largest_batch is not None and source is None:
         config, tried = settle(config, largest_batch, world, teacher)

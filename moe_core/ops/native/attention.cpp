@@ -1,5 +1,6 @@
 // Window attention, softmax(scale q k^T + bias + mask) v for each window and head, and its gradients.
-// swinv2_moe/models/cpp_window_attention.py calls this and says what is computed.
+// swinv2_moe/models/cpp_window_attention.py calls this and says what is computed. It is compiled with the experts' kernels,
+// whose products it uses.
 //
 // A thread goes through the windows of one head after the other, so that the bias and its gradient stay in its caches.
 // Nothing of [N, N] is kept for the backward pass, which computes the probabilities again from their log-sum-exp.
@@ -17,29 +18,31 @@ namespace {
 struct Sizes {
   long windows, masks, tokens, heads, channels, cosine, threads;
 
-  long row() const { return 3 * heads * channels; }  // from one token's q, k and v to the next
-  long wide() const { return (channels + 15) / 16 * 16; }
-  long scores() const { return (tokens + 15) / 16 * 16; }  // from one row of the scores to the next
+  long token_stride() const { return 3 * heads * channels; }  // from one token's q, k and v to the next
+  long padded_channels() const { return (channels + 15) / 16 * 16; }
+  long padded_tokens() const { return (tokens + 15) / 16 * 16; }
 };
 
-// Memory of one thread. P: the type of products.
+// Memory of one thread, in rows of padded size: unit vectors of queries and keys [N, D], their inverse lengths [N], the
+// scores, then the probabilities, and their gradients [N, N], the gradients of unit vectors [N, D], and two operands of a
+// product. P: the type of products.
 template <class P>
 struct Room {
-  float *q, *k, *inverse_q, *inverse_k, *scores, *slopes, *products;
+  float *q, *k, *inverse_q, *inverse_k, *scores, *slopes, *gradients;
   int32_t *a, *b;
 
   static std::array<long, 9> words(const Sizes& s) {
-    const long rows = s.tokens * s.wide(), square = s.tokens * s.scores();
+    const long rows = s.tokens * s.padded_channels(), square = s.tokens * s.padded_tokens();
     const long a = std::max(Packed<P, kA>::words(s.tokens, s.channels), Packed<P, kA>::words(s.tokens, s.tokens));
     const long b = std::max(Packed<P, kB>::words(s.tokens, s.channels), Packed<P, kB>::words(s.channels, s.tokens));
-    return {rows, rows, s.scores(), s.scores(), square, square, rows, a, b};
+    return {rows, rows, s.padded_tokens(), s.padded_tokens(), square, square, rows, a, b};
   }
   static long total(const Sizes& s) {
     const auto parts = words(s);
     return std::accumulate(parts.begin(), parts.end(), 0L);
   }
   Room(float* place, const Sizes& s) {
-    float** const floats[] = {&q, &k, &inverse_q, &inverse_k, &scores, &slopes, &products};
+    float** const floats[] = {&q, &k, &inverse_q, &inverse_k, &scores, &slopes, &gradients};
     const auto parts = words(s);  // multiples of 64 bytes
     for (int i = 0; i < 7; place += parts[i++]) *floats[i] = place;
     a = reinterpret_cast<int32_t*>(place);
@@ -50,7 +53,7 @@ struct Room {
 // One divided by the lengths of the rows of q or k; 1 without cosine.
 template <class T>
 void inverse_lengths(const T* rows, const Sizes& s, float* inverse) {
-  for (long i = 0; i < s.tokens; i++, rows += s.row()) {
+  for (long i = 0; i < s.tokens; i++, rows += s.token_stride()) {
     inverse[i] = 1.0f;
     if (!s.cosine) continue;
     V squares = broadcast(0.0f);
@@ -62,10 +65,10 @@ void inverse_lengths(const T* rows, const Sizes& s, float* inverse) {
   }
 }
 
-// to [N, wide] = the rows, each times its number and `factor`.
+// to [N, D] = the rows, each times its number and `factor`.
 template <class T>
 void scaled_rows(const T* rows, const Sizes& s, const float* numbers, float factor, float* to) {
-  for (long i = 0; i < s.tokens; i++, rows += s.row(), to += s.wide())
+  for (long i = 0; i < s.tokens; i++, rows += s.token_stride(), to += s.padded_channels())
     for (long d = 0; d < s.channels; d += 16)
       store(to + d, load(rows + d, s.channels - d) * broadcast(factor * numbers[i]));
 }
@@ -74,9 +77,9 @@ void scaled_rows(const T* rows, const Sizes& s, const float* numbers, float fact
 template <class T, class P>
 void multiply_queries(const Room<P>& room, const Sizes& s, const T* qkv) {
   const T* keys = qkv + s.heads * s.channels;
-  const auto a = Packed<P, kA>(room.a, s.tokens, s.channels).template pack<kAlongK>(qkv, s.row());
-  const auto b = Packed<P, kB>(room.b, s.tokens, s.channels).template pack<kAlongK>(keys, s.row());
-  product_into(a, b, Ahead(), room.scores, s.scores(), false, false);
+  const auto a = Packed<P, kA>(room.a, s.tokens, s.channels).template pack<kAlongK>(qkv, s.token_stride());
+  const auto b = Packed<P, kB>(room.b, s.tokens, s.channels).template pack<kAlongK>(keys, s.token_stride());
+  product_into(a, b, Ahead(), room.scores, s.padded_tokens(), false, false);
   inverse_lengths(qkv, s, room.inverse_q);
   inverse_lengths(keys, s, room.inverse_k);
 }
@@ -89,7 +92,7 @@ struct Row {
 
   template <class P>
   Row(const Room<P>& room, const Sizes& s, long i, float scale, const float* bias, const float* mask)
-      : products(room.scores + i * s.scores()), lengths(room.inverse_k), bias(bias + i * s.tokens),
+      : products(room.scores + i * s.padded_tokens()), lengths(room.inverse_k), bias(bias + i * s.tokens),
         mask(mask ? mask + i * s.tokens : nullptr), factor(broadcast(scale * room.inverse_q[i])) {}
 
   // 16 scores from j on; past the end as small as possible.
@@ -107,7 +110,7 @@ void attend(const Room<P>& room, const Sizes& s, const T* qkv, const float* bias
             float* lse) {
   const long N = s.tokens, D = s.channels;
   multiply_queries(room, s, qkv);
-  float* sums = room.inverse_q;  // of which each row needs its own number alone
+  float* inverse_sums = room.inverse_q;  // row i has used its number there when it writes this one
   for (long i = 0; i < N; i++) {
     const Row row(room, s, i, scale, bias, mask);
     V most = broadcast(-INFINITY), sum = broadcast(0.0f);
@@ -124,21 +127,22 @@ void attend(const Room<P>& room, const Sizes& s, const T* qkv, const float* bias
     }
     const float total = sum_of(sum);
     lse[i] = top + std::log(total);
-    sums[i] = 1.0f / total;
+    inverse_sums[i] = 1.0f / total;
   }
-  const auto a = Packed<P, kA>(room.a, N, N).template pack<kAlongK>(room.scores, s.scores());
-  const auto b = Packed<P, kB>(room.b, D, N).template pack<kAcrossK>(qkv + 2 * s.heads * D, s.row());
+  const auto a = Packed<P, kA>(room.a, N, N).template pack<kAlongK>(room.scores, s.padded_tokens());
+  const auto b = Packed<P, kB>(room.b, D, N).template pack<kAcrossK>(qkv + 2 * s.heads * D, s.token_stride());
   product(a, b, Ahead(), [](long, long) {}, [&](long i, long j, long count, V v) {
-    store(out + i * s.heads * D + j, v * broadcast(sums[i]), count);
+    store(out + i * s.heads * D + j, v * broadcast(inverse_sums[i]), count);
   });
 }
 
-// The gradient of rows from that of the unit rows, in `room.products`, and the factor that both were multiplied by.
+// to = the gradient of rows from that of their unit vectors, in `room.gradients`, and `scale`. Returns the sum of the inner
+// products of unit vectors and gradients: that of a scale, if the rows are queries.
 template <class T, class P>
-float through_lengths(const Room<P>& room, const Sizes& s, const float* unit, const float* inverse, float scale, T* to) {
+float through_lengths(const Room<P>& room, const Sizes& s, const float* units, const float* inverse, float scale, T* to) {
   float all = 0.0f;
-  for (long i = 0; i < s.tokens; i++, to += s.row()) {
-    const float *g = room.products + i * s.wide(), *u = unit + i * s.wide();
+  for (long i = 0; i < s.tokens; i++, to += s.token_stride()) {
+    const float *g = room.gradients + i * s.padded_channels(), *u = units + i * s.padded_channels();
     V along = broadcast(0.0f);
     for (long d = 0; d < s.channels; d += 16) along = multiply_add(load(g + d, s.channels - d), load(u + d), along);
     const float part = sum_of(along);
@@ -154,12 +158,12 @@ float through_lengths(const Room<P>& room, const Sizes& s, const float* unit, co
 template <class T, class P>
 float differentiate(const Room<P>& room, const Sizes& s, const T* grad, const T* qkv, const float* bias, const float* mask,
                     float scale, const T* out, const float* lse, T* grad_qkv, float* grad_bias) {
-  const long N = s.tokens, D = s.channels, M = s.heads * D, stride = s.scores();
+  const long N = s.tokens, D = s.channels, M = s.heads * D, stride = s.padded_tokens();
   multiply_queries(room, s, qkv);
   scaled_rows(qkv, s, room.inverse_q, scale, room.q);
   scaled_rows(qkv + M, s, room.inverse_k, 1.0f, room.k);
   const auto a = Packed<P, kA>(room.a, N, D).template pack<kAlongK>(grad, M);
-  const auto b = Packed<P, kB>(room.b, N, D).template pack<kAlongK>(qkv + 2 * M, s.row());
+  const auto b = Packed<P, kB>(room.b, N, D).template pack<kAlongK>(qkv + 2 * M, s.token_stride());
   product_into(a, b, Ahead(), room.slopes, stride, false, false);
   for (long i = 0; i < N; i++) {
     V product = broadcast(0.0f);
@@ -182,19 +186,19 @@ float differentiate(const Room<P>& room, const Sizes& s, const T* grad, const T*
   square.template pack<kAcrossK>(room.scores, stride);
   rows.template pack<kAcrossK>(grad, M);
   product(square, rows, Ahead(), soon,
-          [&](long j, long d, long count, V v) { store(grad_qkv + 2 * M + j * s.row() + d, v, count); });
+          [&](long j, long d, long count, V v) { store(grad_qkv + 2 * M + j * s.token_stride() + d, v, count); });
   square.template pack<kAcrossK>(room.slopes, stride);
-  rows.template pack<kAcrossK>(room.q, s.wide());
-  product_into(square, rows, Ahead(), room.products, s.wide(), false, false);
+  rows.template pack<kAcrossK>(room.q, s.padded_channels());
+  product_into(square, rows, Ahead(), room.gradients, s.padded_channels(), false, false);
   through_lengths(room, s, room.k, room.inverse_k, 1.0f, grad_qkv + M);
   square.template pack<kAlongK>(room.slopes, stride);
-  rows.template pack<kAcrossK>(room.k, s.wide());
-  product_into(square, rows, Ahead(), room.products, s.wide(), false, false);
+  rows.template pack<kAcrossK>(room.k, s.padded_channels());
+  product_into(square, rows, Ahead(), room.gradients, s.padded_channels(), false, false);
   scaled_rows(qkv, s, room.inverse_q, 1.0f, room.q);
   return through_lengths(room, s, room.q, room.inverse_q, scale, grad_qkv);
 }
 
-// run(head, window) for all pairs, of which each thread has as many that follow each other.
+// run(head, window) for this thread's part of all pairs, which follow each other.
 template <class Run>
 void share(const Sizes& s, long thread, Run run) {
   const long pairs = s.heads * s.windows;
@@ -211,7 +215,7 @@ void forward(const Sizes& s, float* space, const T* qkv, const float* bias, cons
     const Mode<P> mode;
     const Room<P> room(space + thread * words, s);
     share(s, thread, [&](long head, long window) {
-      attend(room, s, qkv + window * N * s.row() + head * D, bias + head * N * N,
+      attend(room, s, qkv + window * N * s.token_stride() + head * D, bias + head * N * N,
              mask ? mask + window % s.masks * N * N : nullptr, scale[head], out + (window * N * s.heads + head) * D,
              lse + (window * s.heads + head) * N);
     });
@@ -234,7 +238,7 @@ void backward(const Sizes& s, float* space, const T* grad, const T* qkv, const f
       float* part = parts + (thread + head) * (square + 1);
       if (head != before) std::fill_n(part, square + 1, 0.0f);
       before = head;
-      const long token = (window * N * s.heads + head) * D, triple = window * N * s.row() + head * D;
+      const long token = (window * N * s.heads + head) * D, triple = window * N * s.token_stride() + head * D;
       part[square] += differentiate(room, s, grad + token, qkv + triple, bias + head * square,
                                     mask ? mask + window % s.masks * square : nullptr, scale[head], out + token,
                                     lse + (window * s.heads + head) * N, grad_qkv + triple, part);
