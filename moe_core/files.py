@@ -157,7 +157,8 @@ def exclusive_lock(path: str | Path) -> Iterator[bool]:
         try:
             if not try_lock(file.fileno(), inherited=True):
                 file.seek(0)
-                holder = ascii(file.read(_MAX_HOLDER))
+                name = file.read(_MAX_HOLDER)  # empty until the other process has written it
+                holder = ascii(name) if name else "another process"
                 _log.warning("waiting for %s, which holds %s", holder, path)
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -95,20 +96,27 @@ def test_damage_names_the_difference(tmp_path: Path) -> None:
     assert damage(path, record) == "cannot be read (not a regular file)"
 
 
-def test_an_exclusive_lock_waits(tmp_path: Path) -> None:
+def test_an_exclusive_lock_waits(tmp_path: Path, caplog) -> None:
     order = []
 
     def second() -> None:
         with exclusive_lock(tmp_path / "lock"):
             order.append("second")
 
+    waits = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: waits.set()
+    logging.getLogger("moe_core").addHandler(handler)
     with exclusive_lock(tmp_path / "lock"):
+        os.truncate(tmp_path / "lock", 0)  # as before the holder has written its name
         thread = threading.Thread(target=second)
         thread.start()
-        thread.join(0.2)
+        assert waits.wait(60)
         order.append("first")
     thread.join()
+    logging.getLogger("moe_core").removeHandler(handler)
     assert order == ["first", "second"]
+    assert caplog.messages[0].startswith("waiting for another process, which holds ")
 
 
 def test_another_process_cannot_take_a_lock(tmp_path: Path) -> None:
