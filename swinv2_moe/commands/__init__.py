@@ -21,7 +21,7 @@ from io import TextIOWrapper
 import argcomplete
 
 from swinv2_moe.output import print_lines
-from swinv2_moe.threads import choose_threads
+from swinv2_moe.threads import choose_threads, limit_spinning
 
 COMMANDS = {  # the help of each command
     "train": "train the model of a configuration, or continue a run",
@@ -76,6 +76,7 @@ def run(name: str) -> None:
     only_asks = {"-h", "--help"} & set(sys.argv) or "_ARGCOMPLETE" in os.environ
     if name in CHOOSE_THREADS and not only_asks:
         choose_threads()
+    limit_spinning()
     for stream in (sys.stdout, sys.stderr):  # their encoding may lack characters
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

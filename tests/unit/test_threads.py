@@ -70,6 +70,25 @@ def test_waiting_is_passive_beside_other_programs_unless_the_user_says_otherwise
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        ({}, "10000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, None),  # a count would override the policy
+    ],
+)
+def test_waiting_is_short_unless_the_user_says_otherwise(monkeypatch, variables, count):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # or a missing name would keep the choice after the test
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    threads.limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
 def test_idle_cores_of_this_machine():
     idle = threads.idle_cores(0.05)
     assert idle is None or 0 <= idle <= len(os.sched_getaffinity(0))
@@ -89,13 +108,14 @@ def test_a_command_chooses_before_torch_is_there():
         "try:\n"
         "    run('evaluate')\n"
         "finally:\n"
-        "    print(sys.modules['torch'].get_num_threads())\n"
+        "    print(sys.modules['torch'].get_num_threads(), os.environ.get('GOMP_SPINCOUNT'))\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name[:4] != "OMP_"}
+    names = [name for name in os.environ if name[:4] != "OMP_" and name != "GOMP_SPINCOUNT"]
+    environment = {name: os.environ[name] for name in names}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "1\n"
+    assert done.stdout == "1 None\n"
     lines = done.stderr.splitlines()
     assert lines[0].startswith("1 CPU threads (")
     assert lines[1].startswith("error: ")
