@@ -10,10 +10,16 @@ import griffe
 
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.*))?$")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_CODE = re.compile(r"<code>([^<]*)</code>")
+_OPTION = re.compile(r"(?<!\S)--[\w-]+")
+_SLASH = re.compile(r"(?<=\w)/(?=\w)")
 
 
 def on_page_markdown(markdown: str, *, page, config, **_) -> str:
-    """Replace links to files outside of docs/, and to folders, by their text and path."""
+    """Replace links to files outside of docs/, and to folders, by their text and path. Hide the
+    sidebar of a section with one page."""
+    if "/" not in page.file.src_uri:
+        page.meta.setdefault("hide", ["navigation"])
     docs = Path(config.docs_dir).resolve()
     folder = (docs / page.file.src_uri).parent
 
@@ -30,6 +36,16 @@ def on_page_markdown(markdown: str, *, page, config, **_) -> str:
         return f"{text} (`{name}`)"
 
     return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, **_) -> str:
+    """Let code in a line break between words and after a slash, and not inside an option."""
+
+    def breakable(match: re.Match) -> str:
+        text = _OPTION.sub(r'<span class="option">\g<0></span>', match[1])
+        return f"<code>{_SLASH.sub('/<wbr>', text)}</code>"
+
+    return _CODE.sub(breakable, html)
 
 
 def field_meanings(source: str) -> dict[str, str]:

@@ -77,7 +77,7 @@ def combine_tensor(gates: Tensor, ids: Tensor, plan: DispatchPlan) -> Tensor:
 
 def padded_experts(layer: MoELayer, rows: Tensor) -> Tensor:
     """Each expert's outputs of its rows: [E, C, M] -> [E, C, M]."""
-    weights = layer.experts.weights(rows.dtype, packed=False)
+    weights = layer.experts.weights(rows.dtype)
     weights = weights.map(lambda weight: weight.to(rows.dtype))
     hidden = torch.einsum("ecm,ehm->ech", rows, weights.w1) + weights.b1.unsqueeze(1)
     return torch.einsum("ech,ehm->ecm", F.gelu(hidden), weights.w2) + weights.b2.unsqueeze(1)

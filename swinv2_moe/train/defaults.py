@@ -470,7 +470,7 @@ RULES = (
     Rule(
         "DATA.IMG_SIZE",
         "that of the weights; half of it if the pictures' short side is at most that half; twice"
-        " as much if the weights are for at most 64 px and the pictures are larger",
+        " as much if the weights are for at most 64 px and the short side is at least twice that",
         _image_size,
     ),
     Rule(
@@ -486,16 +486,17 @@ RULES = (
     ),
     Rule(
         "TRAIN.EPOCHS",
-        "10 to 60: as many as show 30,000 pictures in all (60,000 from random weights)",
+        "30,000 divided by the number of training images (60,000 from random weights), from 10 to"
+        " 60",
         _epochs,
     ),
-    Rule("TRAIN.WARMUP_EPOCHS", "a tenth of the epochs, at least 1", _warmup),
+    Rule("TRAIN.WARMUP_EPOCHS", "a tenth of the epochs, at least 1, at most half", _warmup),
     Rule(
         "TRAIN.LR_SCALING",
         "`sqrt`: the rate grows with the root of the batch, as AdamW's should",
         _always("sqrt", _RATE),
     ),
-    Rule("TRAIN.BASE_LR", "2e-3 for 512 pictures, 5e-4 for 32", _always(2e-3, _RATE)),
+    Rule("TRAIN.BASE_LR", "2e-3 at a batch of 512, so 5e-4 at 32", _always(2e-3, _RATE)),
     Rule("TRAIN.WARMUP_LR", "a thousandth of `TRAIN.BASE_LR`", _share_of_rate(1000)),
     Rule("TRAIN.MIN_LR", "a hundredth of `TRAIN.BASE_LR`", _share_of_rate(100)),
     Rule(
@@ -513,6 +514,10 @@ RULES = (
         "0.2 with pretrained weights; 0 with a teacher, or where the batch of a rank is odd",
         _mixing(0.2),
     ),
-    Rule("AUG.CUTMIX", "0.5, and 0 where `AUG.MIXUP` is", _mixing(0.5)),
+    Rule(
+        "AUG.CUTMIX",
+        "0.5 with pretrained weights; 0 with a teacher, or where the batch of a rank is odd",
+        _mixing(0.5),
+    ),
     Rule("AMP_ENABLE", "`auto`", _always("auto", "mixed precision where it is faster")),
 )
