@@ -166,6 +166,8 @@ class Experts(nn.Module):
             or in int8 with `int8_inference`.
         """
         parameters = self.parameters_by_field
+        if not self._copies.active:
+            return _gathered(parameters, gather)
         w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
@@ -266,7 +268,7 @@ class Experts(nn.Module):
     def _prefers_parameters(self, x: Tensor, plan: DispatchPlan | None) -> bool:
         """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
         config = self.config
-        if plan is None or config.int8_inference:
+        if plan is None or config.int8_inference or not self._copies.active:
             return False
         kernel = (config.activation, config.kernels)
         return prefers_unpacked(x, self.w1, plan, *kernel)
