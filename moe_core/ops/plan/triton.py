@@ -160,15 +160,16 @@ def make_plan(
     order, order_stride = _order(priority)
     grid = (cdiv(num_tokens, _BLOCK), top_k)
     num_cells = top_k * grid[0]
-    cells, firsts = expert_ids.new_empty(2, num_experts, num_cells, dtype=torch.int32).unbind()
+    cells = expert_ids.new_empty(num_experts, num_cells, dtype=torch.int32)
+    firsts = torch.empty_like(cells)
     block_e = next_power_of_2(num_experts)
     if num_choices:
         _count_kernel[grid](
             expert_ids, order, cells, order_stride, num_tokens, grid[0], num_experts, top_k, _BLOCK,
             min(block_e, _EXPERTS_AT_A_TIME), num_warps=8,
         )  # fmt: skip
-    starts, kept_starts = cells.new_empty(2, num_experts).unbind()
-    offsets, counts = cells.new_empty(num_experts), expert_ids.new_empty(num_experts)
+    starts, kept_starts, offsets = (cells.new_empty(num_experts) for _ in range(3))
+    counts = expert_ids.new_empty(num_experts)
     choices, slots = expert_ids.new_empty(num_rows), torch.empty_like(expert_ids)
     block_c = max(_TILE // block_e, 1)
     _scan_kernel[(num_experts,)](
