@@ -16,9 +16,9 @@ from pathlib import Path
 from swinv2_moe.output import print_lines
 
 _SAMPLE_SECONDS = 0.1
-# Times that a thread of GNU's OpenMP looks for the others before it sleeps, about 0.5 ms. Its
-# default, 300,000, makes training 6 to 12 times slower while another program takes a core of two;
-# on idle cores both are equally fast (docs/log.md, "Threads that wait beside another program").
+# GOMP_SPINCOUNT: how often a waiting thread of GNU's OpenMP polls before it sleeps; about 0.5 ms.
+# With the default, 300,000, a step beside another program takes 6 to 12 times as long as with this
+# count, and on idle cores as long (docs/log.md, "Threads that wait beside another program").
 _SPINS = 10_000
 # CPU quota of a container (cgroup v2): microseconds of CPU time, microseconds of a period
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

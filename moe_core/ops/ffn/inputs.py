@@ -133,7 +133,7 @@ class MoEFFNInputs(NamedTuple):
     @property
     def cast_weights(self) -> ExpertWeights:
         """The weights and biases; w1, w2 and w3 are contiguous and in the tokens' dtype."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
+        weights = self.weights
         if self.w1_cast is not None and self.w2_cast is not None:
-            w1, w2, w3 = self.w1_cast, self.w2_cast, self.w3_cast
-        return ExpertWeights(w1, self.b1, w2, self.b2, w3, self.b3).map(Tensor.contiguous)
+            weights = weights._replace(w1=self.w1_cast, w2=self.w2_cast, w3=self.w3_cast)
+        return weights.map(Tensor.contiguous)
