@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other ranks have other experts, or other parts of them."""
+        """Whether the experts are sharded over ranks, by expert or by hidden dim."""
         return self.shard.num_experts < self.config.num_experts or self.shard.num_parts > 1
 
     # torch's tools replace or remove parameters through these three methods. FSDP2 would write to

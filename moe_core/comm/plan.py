@@ -120,7 +120,8 @@ class Plan:
     Args:
         name: the name in error messages.
         num_ranks: P.
-        num_inputs, num_slots, num_outputs: the numbers for each rank.
+        num_inputs, num_slots, num_outputs: input messages, buffer slots and output messages of
+            each rank.
     """
 
     name: str

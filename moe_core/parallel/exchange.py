@@ -51,9 +51,9 @@ class Agreement(NamedTuple):
 class Messages(NamedTuple):
     """The messages that the ranks exchange before the rows, as tables on the device.
 
-    A message has n = E_l + 2 columns: the rows for each expert of the receiver, before the capacity
-    limits them; the receiver's index among the sharers of an expert's rows (`ChunkLayout.sharers`);
-    and T of the sender.
+    A message has n = E_l + 2 columns: the number of the sender's rows for each expert of the
+    receiver, without the capacity limit; the receiver's index among the sharers of an expert's rows
+    (`ChunkLayout.sharers`); and T of the sender.
     """
 
     sent: Tensor  # [W, n] to every rank

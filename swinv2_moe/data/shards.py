@@ -100,7 +100,7 @@ class ShardedImages:
         return ShardedImages, arguments
 
     def relabelled(self, labels: Sequence[int]) -> "ShardedImages":
-        """These images with a new target for each target."""
+        """The same images, with target t replaced by `labels[t]`."""
         return ShardedImages(self.root, self.split, self.shards, self.arriving, labels)
 
     def __del__(self):

@@ -161,7 +161,7 @@ def _pip(log: Path, arguments: list[str], environment: dict[str, str] | None = N
 
 
 def install(log: Path) -> None:
-    """Install all of the extra into this environment and test it.
+    """Install the `detection` extra into this environment and test it.
 
     Raises:
         InstallError: a step failed; the log has the reason.

@@ -170,7 +170,7 @@ class TrainConfig:
         "learning rate for 512 images at the start of warm-up",
         least=0,
     )
-    min_lr: float = option(1.25e-6, "learning rate for 512 images at the end", least=0)
+    min_lr: float = option(1.25e-6, "learning rate at the end, for 512 images", least=0)
     weight_decay: float = option(0.1, "weight decay; biases and norms have none", least=0)
     layer_decay: float = option(
         1.0,

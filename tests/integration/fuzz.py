@@ -72,7 +72,7 @@ def verdict(case: Case, outcome: Outcome) -> str:
 
 
 def spread(cases: list, count: int) -> list:
-    """So many of the cases, from the first on at equal distances; all where there are no more."""
+    """At most `count` of the cases, evenly spaced."""
     return cases[:: max(1, len(cases) // count)][:count]
 
 
