@@ -8,7 +8,7 @@ SwinV2-MoE beside its dense twin, in training and in inference, by torch's profi
 
 On a CPU these are torch's operators. `the pass` is its time without the profiler: on a GPU, what
 the kernels leave of it is time in which the device waits for the host. --compile only compiles the
-kernels, with all cores (ahead.py), of a layer also those of the check before their first use; with
+kernels, on all cores (ahead.py), of a layer also those of the check before their first use; with
 --architecture for a GPU that is not here. --bare runs each pass twice and times nothing, for other
 profilers and for compute-sanitizer.
 """
@@ -22,7 +22,7 @@ from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-from ahead import SHARED_MEMORY, compile_ahead, without_a_gpu, without_verification
+from ahead import SHARED_MEMORY, compile_works, without_a_gpu, without_verification
 from layer import Case, shapes_of
 from model import make_parser, plans
 from results_file import Table, keep, publish
@@ -162,7 +162,7 @@ def main() -> None:
     if args.compile and args.what == "layer":
         passes = chain(passes, checks(args))
     if args.compile:
-        compile_ahead(run for _, run in passes)
+        compile_works(run for _, run in passes)
     elif args.bare:
         for label, run in passes:
             for _ in range(2):

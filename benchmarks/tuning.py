@@ -33,7 +33,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from ahead import compile_ahead, compile_in_another_process, without_verification
+from ahead import compile_in_another_process, compile_works, without_verification
 from layer import SHAPES
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
@@ -272,7 +272,7 @@ def main() -> None:
         if args.what == "attention":
             run_interpreted()
     if args.compile:
-        compile_ahead(works(make(shape, args.device, dtype) for shape in args.shapes or shapes))
+        compile_works(works(make(shape, args.device, dtype) for shape in args.shapes or shapes))
         return
     if args.device == "cuda":
         compile_in_another_process()

@@ -1,4 +1,5 @@
-"""Launches of Triton kernels in about a third of the host's time (docs/log.md).
+"""Launches of Triton kernels in about a third of the host's time (docs/log.md), and compilation of
+the kernels of a work on all cores before it runs.
 
 At each launch Triton 3.6 inspects all arguments in Python, builds a key from them to find the
 compiled kernel, and calls its launch hooks, mostly none. A `CachedKernel` finds the compiled kernel
@@ -9,10 +10,16 @@ multiple of 16, a number beyond 31 bits or a hook. It makes all launches on GPUs
 NVIDIA's, in its interpreter, and in versions other than 3.6, whose internals may differ.
 """
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 
+import torch
 import triton
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _IS_KNOWN = triton.__version__.startswith("3.6.")
@@ -36,6 +43,8 @@ def launch(_grid, {names}, **_options):
         _hooks = _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls
     except AttributeError:  # an argument of another kind, or a hook that is no chain of hooks
         _kept = None
+    if _recorded and _is_recorded(_kernel, _key, _grid, ({names}), _options):
+        return
     if _kept is None or _hooks or _kernel.pre_run_hooks or (
         _kernel.used_global_vals and _has_changed()
     ):
@@ -45,6 +54,83 @@ def launch(_grid, {names}, **_options):
     _stream = _active.get_current_stream(_device)
     _run(_x, _y, _z, _stream, _function, _metadata, None, None, None, {names})
 """
+
+
+Job = Callable[[], object]  # compiles a kernel
+_MOST_THREADS = 32
+
+
+# The launches of each thread that only says which kernels to compile, by kernel and key.
+_recorded: dict[int, dict[Hashable, Job]] = {}
+
+
+def _is_recorded(kernel, key, grid, arguments, options) -> bool:
+    """Note a launch if its thread is recorded. The kernel's tensors become zeros: what it would
+    have written may be an index."""
+    jobs = _recorded.get(threading.get_ident())
+    if jobs is None:
+        return False
+    if key is None:
+        key = len(jobs)
+    kernel.device_caches[driver.active.get_current_device()]  # made here, not by many threads
+    jobs.setdefault((id(kernel), key), partial(kernel.warmup, *arguments, grid=grid, **options))
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            argument.data.zero_()
+    return True
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Job]]:
+    """Context in which this thread launches no `CachedKernel`. Afterwards the list has what
+    `compile_together` needs to compile them.
+
+    Each tensor that a kernel gets is overwritten with zeros, inputs and weights too, and what a
+    pass computes is meaningless. Backward passes run in this thread.
+    """
+    jobs: list[Job] = []
+    thread = threading.get_ident()
+    outer = _recorded.get(thread)
+    _recorded[thread] = {}
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield jobs
+    finally:
+        jobs += _recorded.pop(thread).values()
+        if outer is not None:
+            _recorded[thread] = outer
+
+
+def compile_ahead(work: Callable[[], object]) -> int:
+    """Compile the kernels that `work` would launch, on all cores, for the current device. In one
+    process Triton compiles them one after the other.
+
+    `work` runs in `recorded_launches`. Kernels behind an error in it are left out.
+
+    Returns:
+        The number of kernels, compiled now or found in Triton's cache.
+    """
+    with recorded_launches() as jobs, suppress(Exception):
+        work()
+    compile_together(jobs)
+    return len(jobs)
+
+
+def compile_together(jobs: Sequence[Job]) -> None:
+    """Compile kernels on all cores, for the current device. Most of a compilation runs without
+    Python's lock. An error is left to the launch."""
+    if not jobs:
+        return
+    device = driver.active.get_current_device()
+
+    def compile(job: Job) -> None:
+        if torch.cuda.is_available():  # each thread has a current device of its own
+            torch.cuda.set_device(device)
+        job()
+
+    threads = min(len(jobs), len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with ThreadPoolExecutor(threads) as pool:
+        wait([pool.submit(compile, job) for job in jobs])
 
 
 def cached_launch(kernel):
@@ -67,6 +153,8 @@ class CachedKernel:
             "_runtime": knobs.runtime,
             "_compilation": knobs.compilation,
             "_compiled": self._compiled,
+            "_recorded": _recorded,
+            "_is_recorded": _is_recorded,
             "_kernel": kernel,
             "_has_changed": self._has_changed,
             "_launch_by_triton": self._launch_by_triton,

@@ -31,6 +31,7 @@ from moe_core.ops.backend import Checked, is_interpreted, verify_mode
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import moe_ffn
+from moe_core.ops.launch import compile_ahead
 from moe_core.ops.plan.op import DispatchPlan, make_plan
 from moe_core.ops.route.op import LinearLogits, RouteSettings, route
 from moe_core.ops.route.reference import RoutingScores
@@ -100,6 +101,8 @@ def _fault(checked: Checked) -> str | None:
             # Freed memory that results may get, so that what a kernel leaves out is NaN.
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
             _, language = checked.form.split(".")
+            if checked.device == "cuda" and not is_interpreted():
+                compile_ahead(lambda: list(results_of(checked, language)))
             forms = results_of(checked, language), results_of(checked, "torch")
             for (name, value), (_, right) in zip(*forms, strict=True):
                 dtype = checked.dtype

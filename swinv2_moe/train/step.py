@@ -1,5 +1,8 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
+import copy
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +20,7 @@ from moe_core import (
     reset_balance_loads,
     update_balance,
 )
+from moe_core.ops import without_measuring
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
@@ -28,6 +32,7 @@ from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
+_log = logging.getLogger(__name__)
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
 
 
@@ -97,6 +102,8 @@ class TrainingStep:
         self.measured_layers = []
         if config.capacity_auto:
             self.measured_layers = list(moe_layers(self.model).values())
+        # a single GPU's: those of several ranks have collectives between them
+        self.compiled_kernels = world.device.type != "cuda" or world.size > 1 or config.compile
         self.graph: StepGraph | None = None
         if config.graph:
             check_device(world, "TRAIN.GRAPH")
@@ -134,6 +141,9 @@ class TrainingStep:
             UserError: a loss or gradient is not finite, and the SKIP_NON_FINITE steps before this
                 one were skipped. The message names the layer with the first such value.
         """
+        if not self.compiled_kernels:
+            self.compiled_kernels = True
+            self._compile_kernels(batches[0].images.shape)
         seed_everything(self.config.seed, step, self.world.rank)
         # a fill kernel: a copy from the host would wait for the GPU
         signalled = torch.full((), float(self.stop.received is not None), device=self.world.device)
@@ -167,6 +177,32 @@ class TrainingStep:
             tuple(needed_factors),
             *of_teacher,
         )
+
+    def _compile_kernels(self, image_shape: torch.Size) -> None:
+        """Compile the kernels of a step on all cores. One after the other they take a minute or
+        more, the first time on a machine.
+
+        Args:
+            image_shape: of a batch, [B, C, H, W].
+        """
+        try:
+            from moe_core.ops.launch import compile_ahead  # imports Triton
+        except ImportError:
+            return
+
+        def passes() -> None:  # on a copy: the recorded passes overwrite weights
+            model = copy.deepcopy(self.model)
+            images = torch.zeros(image_shape, device=self.world.device)
+            with without_measuring(), moe_core.step(model, self.compute_dtype, equal_tokens=True):
+                with self.autocast():
+                    logits, aux_loss = model.forward_with_aux(images)
+                (logits.float().sum() + aux_loss).backward()
+
+        start = time.perf_counter()
+        number = compile_ahead(passes)
+        seconds = time.perf_counter() - start
+        if seconds >= 1:
+            _log.info("%d GPU kernels compiled or read in %.0f s", number, seconds)
 
     @property
     def _num_losses(self) -> int:

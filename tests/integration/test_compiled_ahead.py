@@ -20,8 +20,9 @@ tl = triton.language
 
 import kernels  # noqa: E402 - it imports triton
 
-from moe_core.ops import backend  # noqa: E402
+from moe_core.ops import backend, launch  # noqa: E402
 from moe_core.ops.ffn import triton as ffn  # noqa: E402
+from moe_core.ops.launch import cached_launch  # noqa: E402
 
 H100 = carried_kernels.versions_here() | {"capabilities": ["9.0"]}
 LAUNCHED = {
@@ -31,7 +32,8 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@triton.jit
+@cached_launch
+@triton.jit(do_not_specialize=["size"])
 def double(source, target, size, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(source + place, place < size)
@@ -44,14 +46,17 @@ def driver(tmp_path, monkeypatch):
     found = StubDriver()
     monkeypatch.setattr(triton.runtime.driver, "_active", found)
     yield found
-    double.device_caches.clear()
+    forget()
+
+
+def forget() -> None:
+    double.kernel.device_caches.clear()
+    double._compiled.clear()
 
 
 def run(block: int) -> torch.Tensor:
-    source = torch.ones(1000)
-    target = torch.empty_like(source, memory_format=torch.contiguous_format)
+    source, target = torch.ones(1000), torch.full((1000,), torch.nan)
     double[(1,)](source, target, 1000, block)
-    torch.empty(2, 3, memory_format=torch.contiguous_format)
     return target
 
 
@@ -63,9 +68,10 @@ def test_kernels_are_in_the_cache_before_their_first_launch(driver, monkeypatch)
         yield lambda: run(256)
 
     outputs = []
-    assert ahead.compile_ahead(lambda w=w: outputs.append(w()) for w in works()) == 2
+    assert ahead.compile_works(lambda w=w: outputs.append(w()) for w in works()) == 2
     assert driver.launched == []
     assert all((output == 0).all() for output in outputs)  # an index from it would be valid
+    forget()
     hits = []
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
@@ -80,7 +86,7 @@ def test_carried_kernels_are_found_where_they_are_unpacked(driver, tmp_path, mon
     """Triton's cache has absolute paths."""
     compiled, place = Path(triton.knobs.cache.dir, "compiled"), tmp_path / "other" / "triton"
     monkeypatch.setattr(triton.knobs.cache, "dir", str(compiled))
-    assert ahead.compile_ahead([lambda: run(128)]) == 1
+    assert ahead.compile_works([lambda: run(128)]) == 1
     carried_kernels.pack(tmp_path, compiled, carried_kernels.versions_here())
     compiled.rename(tmp_path / "gone")
     monkeypatch.setattr(carried_kernels, "KERNELS", place)
@@ -88,7 +94,7 @@ def test_carried_kernels_are_found_where_they_are_unpacked(driver, tmp_path, mon
     assert not carried_kernels.unpack(tmp_path, H100)  # these may be newer
     assert [file.name for file in place.parent.iterdir()] == ["triton"]
     monkeypatch.setattr(triton.knobs.cache, "dir", str(place))
-    double.device_caches.clear()
+    forget()
     hits = []
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
@@ -146,14 +152,14 @@ def test_kernels_of_a_layer_and_of_its_check_for_a_gpu_that_is_not_here(
     backend._languages.cache_clear()
     monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     found = []
-    monkeypatch.setattr(ahead, "_compile", lambda jobs, processes: found.extend(jobs))
+    monkeypatch.setattr(launch, "compile_together", found.extend)
     words = ["kernels.py", "layer", "--compile", "--architecture", "90", "--shapes", "48x16x4"]
     monkeypatch.setattr(sys, "argv", words)
     kernels.main()
     backend._languages.cache_clear()
     printed = capsys.readouterr()
     assert (printed.out.partition(" in ")[0], printed.err) == (f"{len(found)} kernels compiled", "")
-    names = Counter(kernel.fn.__name__ for kernel, _ in found)
+    names = Counter(job.func.__self__.__name__ for job in found)
     assert names.keys() >= LAUNCHED
     assert names["hidden_kernel"] > 2  # of the layer, and of the check's three networks
 

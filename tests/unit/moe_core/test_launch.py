@@ -1,7 +1,10 @@
 """Direct launches of Triton kernels: a compiled kernel runs exactly where Triton would run it, with
-the same arguments, and what is not plain goes through Triton."""
+the same arguments, and what is not plain goes through Triton. Recorded launches only say which
+kernels to compile."""
 
 import importlib
+import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,8 @@ from moe_core.ops import backend
 triton = pytest.importorskip("triton")
 tl = triton.language
 launch = pytest.importorskip("moe_core.ops.launch")
+verify = pytest.importorskip("moe_core.ops.verify")
+ffn = pytest.importorskip("moe_core.ops.ffn.triton")
 CachedKernel, cached_launch = launch.CachedKernel, launch.cached_launch
 
 pytestmark = [
@@ -261,3 +266,77 @@ def test_window_attention(driver, no_launch_by_triton):
     step()
     names = ["_forward_kernel", "_backward_queries_kernel", "_backward_keys_kernel"]
     assert [launched.name for launched in driver.launched] == 2 * names
+
+
+def test_recorded_launches_only_say_what_to_compile(driver, no_launch_by_triton):
+    def work() -> None:
+        for size in (60, 61):  # one kernel for both
+            double[(3,)](source, target, size, 16)
+        double[(3,)](source, target, 60, 32)
+        double[(3,)](source[1:], target, 60, 16)  # as Triton alone would launch it
+        launch.compile_ahead(lambda: double[(3,)](source, target, 60, 64))  # within another
+        assert target.sum() == source.sum() == 0  # an index from it would be valid
+        raise RuntimeError("the rest of the work")
+
+    source, target = torch.ones(64), torch.full((64,), torch.nan)
+    assert launch.compile_ahead(work) == 3
+    assert driver.launched == []
+    assert not launch._recorded
+    compiled = len(double.kernel.device_caches[0][0])
+    assert compiled == 4
+    for block in (16, 32, 64):
+        double[(3,)](source, target, 60, block)
+    assert len(driver.launched) == 3
+    assert len(double.kernel.device_caches[0][0]) == compiled
+
+
+def test_another_thread_launches_while_one_is_recorded(driver):
+    def work() -> None:
+        double[(3,)](*PLAIN)
+        thread = threading.Thread(target=lambda: double[(5,)](*PLAIN))
+        thread.start()
+        thread.join()
+
+    assert launch.compile_ahead(work) == 1
+    assert [launched.grid for launched in driver.launched] == [(5, 1, 1)]
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_its_launch(driver, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(triton.compiler, "compile", fail)
+    assert launch.compile_ahead(lambda: double[(3,)](*PLAIN)) == 1
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        double[(3,)](*PLAIN)
+
+
+def test_no_kernel_of_a_check_is_compiled_by_its_launch(driver, monkeypatch):
+    """The passes that are recorded launch the same kernels as those that run."""
+    monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
+    monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
+    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
+    backend._languages.cache_clear()
+    compiled: list[str] = []
+    compile = triton.compiler.compile
+
+    def counted(source, **options):
+        compiled.append(source.name)
+        return compile(source, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", counted)
+    for form, number in (("route", 8), ("plan", 5), ("combine", 4), ("ffn", 35)):
+        request = backend.Request("triton", "cpu", torch.bfloat16, activation="gelu")
+        checked = backend.Checked.of(f"{form}.triton", request)
+
+        def check(checked=checked) -> None:
+            list(verify.results_of(checked, "triton"))
+
+        before = len(compiled)
+        assert launch.compile_ahead(check) == number
+        assert len(compiled) > before
+        before = len(compiled)
+        with suppress(Exception):  # of indices that no kernel has written
+            check()
+        assert len(compiled) == before
+    backend._languages.cache_clear()

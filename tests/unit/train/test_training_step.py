@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from triton_cases import INTERPRETED, StubDriver
 
 from swinv2_moe.config import model_config, train_config
 from swinv2_moe.data.datasets import Batch
@@ -105,3 +106,28 @@ def test_the_needed_capacity_is_the_largest_of_accumulated_batches(make_step, ba
     alone = [make_step(keys).run([one], 0).needed_factors for one in batches]
     together = make_step(keys).run(batches, 0).needed_factors
     assert together == tuple(map(max, zip(*alone, strict=True))) != alone[-1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no launches")
+def test_the_kernels_of_a_step_are_compiled_before_it(monkeypatch, make_step, batch):
+    """By passes of a copy that launch none of them, for a GPU that is not here."""
+    triton = pytest.importorskip("triton")
+    from moe_core.ops import backend, launch
+    from moe_core.ops.ffn import triton as ffn
+
+    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
+    monkeypatch.setattr(triton.runtime.driver, "_active", StubDriver())
+    monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
+    monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
+    found = []
+    monkeypatch.setattr(launch, "compile_together", found.extend)
+    backend._languages.cache_clear()
+    step = make_step({"MODEL.MOE.KERNELS": "triton"})
+    weights = {name: value.clone() for name, value in step.model.state_dict().items()}
+    step._compile_kernels(batch.images.shape)
+    backend._languages.cache_clear()
+    names = {job.func.__self__.__name__ for job in found}
+    assert names >= {"route_kernel", "hidden_kernel", "hidden_grad_kernel", "weight_grad_kernel"}
+    for name, value in step.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert all(parameter.grad is None for parameter in step.model.parameters())
