@@ -11,6 +11,7 @@ Their parts can be called by themselves. Other functions list the parameters of 
 tuners' decisions.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,10 +25,38 @@ from torch.nn.utils import get_total_norm
 from moe_core.balance import update_balance
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
+from moe_core.ops import without_measuring
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
 from moe_core.torch_tools import ignore_experts, is_averaged, set_averaged
+
+
+def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> int:
+    """Compile a model's GPU kernels on all cores before its first step. Otherwise they are compiled
+    when they are first launched, one after the other, which can take minutes once on a machine.
+
+    >>> compile_ahead(model, lambda copy: copy(batch).sum().backward())
+
+    Args:
+        passes: computes forward and backward passes of the copy of the model that it gets, on
+            tensors of its own in the shapes of a step, on the current GPU and without collectives.
+            It runs without the kernels, so values are meaningless, also in tensors that it passes
+            in. An error in it leaves out the rest.
+
+    Returns:
+        The number of kernels, compiled now or found in Triton's cache. 0 without Triton.
+    """
+    try:
+        from moe_core.ops.launch import compile_ahead
+    except ImportError:
+        return 0
+
+    def work() -> None:
+        with without_measuring():
+            passes(copy.deepcopy(model))
+
+    return compile_ahead(work)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

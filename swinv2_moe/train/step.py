@@ -1,11 +1,10 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from moe_core import (
     reset_balance_loads,
     update_balance,
 )
-from moe_core.ops import without_measuring
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
@@ -179,27 +177,21 @@ class TrainingStep:
         )
 
     def _compile_kernels(self, image_shape: torch.Size) -> None:
-        """Compile the kernels of a step on all cores. One after the other they take a minute or
-        more, the first time on a machine.
+        """Compile the kernels of a step on all cores.
 
         Args:
             image_shape: of a batch, [B, C, H, W].
         """
-        try:
-            from moe_core.ops.launch import compile_ahead  # imports Triton
-        except ImportError:
-            return
 
-        def passes() -> None:  # on a copy: the recorded passes overwrite weights
-            model = copy.deepcopy(self.model)
+        def passes(model: torch.nn.Module) -> None:
             images = torch.zeros(image_shape, device=self.world.device)
-            with without_measuring(), moe_core.step(model, self.compute_dtype, equal_tokens=True):
+            with moe_core.step(model, self.compute_dtype, equal_tokens=True):
                 with self.autocast():
-                    logits, aux_loss = model.forward_with_aux(images)
+                    logits, aux_loss = cast(MoEModel, model).forward_with_aux(images)
                 (logits.float().sum() + aux_loss).backward()
 
         start = time.perf_counter()
-        number = compile_ahead(passes)
+        number = moe_core.compile_ahead(self.model, passes)
         seconds = time.perf_counter() - start
         if seconds >= 1:
             _log.info("%d GPU kernels compiled or read in %.0f s", number, seconds)
