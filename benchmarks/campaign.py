@@ -33,7 +33,7 @@ import xml.etree.ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
-from campaign_sections import COMPILE_LAYERS, PRECOMPILED, ROOT, SECTIONS, Section
+from campaign_sections import PRECOMPILED, ROOT, SECTIONS, Section
 from carried_kernels import ARCHITECTURES, KERNELS, pack, unpack, versions_here, versions_of
 from wheels import CARRIED, WheelError, collect, missing, unpack_missing
 
@@ -133,7 +133,7 @@ def campaign(args: argparse.Namespace) -> int:
         device = describe_device(args.dry_run, args.commit, environment)
         state = open_state(args.output, args.dry_run, device)
         if not args.dry_run:
-            use_carried_kernels(args.output, state)
+            use_carried_kernels(args.output, versions_of(state["environment"]))
         run_sections(state, args, deadline, environment)
     chosen = chosen_sections(args)
     records = state["sections"]
@@ -145,12 +145,10 @@ def campaign(args: argparse.Namespace) -> int:
     return int(bool(unfinished))
 
 
-def use_carried_kernels(folder: Path, state: dict) -> None:
+def use_carried_kernels(folder: Path, versions: dict) -> None:
     """Unpack them, if they fit. Otherwise a section compiles them."""
-    versions = versions_of(state["environment"])
-    if any(unpack(place, versions) for place in dict.fromkeys((folder, CARRIED_RESULTS))):
-        skipped = new_record("skipped: its kernels were carried", 0, {})
-        state["sections"].setdefault(COMPILE_LAYERS, skipped)
+    for place in dict.fromkeys((folder, CARRIED_RESULTS)):
+        unpack(place, versions)
 
 
 def prepare_output(folder: Path) -> None:

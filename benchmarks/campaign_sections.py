@@ -17,7 +17,6 @@ OTHER_SHAPES = "18432x768x8 4608x1024x8 4608x1024x32"
 # 32 experts with a quarter of the hidden dim, of which a token chooses 4: stage 3 of SwinV2-B, and
 # narrow blocks
 FINE_SHAPES = "18432x512x32x4x512 narrow"
-COMPILE_LAYERS = "compile-layers"  # the section that carried kernels replace
 # All kernels of the layers: those of SHAPES_512 are those of SHAPES_128
 PRECOMPILED = f"{SHAPES_128} {HOST_SHAPES} {FINE_SHAPES} {OTHER_SHAPES}"
 # 72, 144, 576, 2,304 and 9,216 rows an expert, for the choice between forms
@@ -96,7 +95,7 @@ def other_tests() -> list[Section]:
 SECTIONS = (
     Section("operations", "Every operation against torch", 115, " ".join(OPERATIONS), tiny=""),
     Section("ceilings", "Ceilings", 20, "ceilings.py", "", "--device cpu --rounds 2"),
-    Section(COMPILE_LAYERS, "Kernels of the layers, compiled", 60, "kernels.py layer --compile",
+    Section("compile-layers", "Kernels of the layers, compiled", 30, "kernels.py layer --compile",
             f"--shapes {PRECOMPILED}"),
     Section("layer", "Layer, 128 images", 45, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {SHAPES_128}", TINY_SHAPES),

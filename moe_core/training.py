@@ -12,7 +12,9 @@ tuners' decisions.
 """
 
 import copy
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -30,6 +32,8 @@ from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
 from moe_core.torch_tools import ignore_experts, is_averaged, set_averaged
+
+_log = logging.getLogger("moe_core")
 
 
 def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> int:
@@ -56,7 +60,12 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
         with without_measuring():
             passes(copy.deepcopy(model))
 
-    return compile_ahead(work)
+    start = time.perf_counter()
+    number = compile_ahead(work)
+    seconds = time.perf_counter() - start
+    if seconds >= 1:
+        _log.info("moe_core kernels: %d compiled or read in %.0f s", number, seconds)
+    return number
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:

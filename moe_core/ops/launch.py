@@ -60,6 +60,12 @@ Job = Callable[[], object]  # compiles a kernel
 _MOST_THREADS = 32
 
 
+def _compile(kernel, arguments: tuple, options: dict) -> None:
+    """Compile a kernel, load it, and compile the C function that launches it, which Triton would do
+    at the first launch."""
+    kernel.warmup(*arguments, **options).run  # noqa: B018 - a property that does the rest
+
+
 # The launches of each thread that only says which kernels to compile, by kernel and key.
 _recorded: dict[int, dict[Hashable, Job]] = {}
 
@@ -73,7 +79,8 @@ def _is_recorded(kernel, key, grid, arguments, options) -> bool:
     if key is None:
         key = len(jobs)
     kernel.device_caches[driver.active.get_current_device()]  # made here, not by many threads
-    jobs.setdefault((id(kernel), key), partial(kernel.warmup, *arguments, grid=grid, **options))
+    job = partial(_compile, kernel, arguments, {"grid": grid, **options})
+    jobs.setdefault((id(kernel), key), job)
     for argument in arguments:
         if isinstance(argument, Tensor):
             argument.data.zero_()

@@ -1,7 +1,5 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
@@ -16,6 +14,7 @@ from moe_core import (
     clip_to_norm,
     finish_gradients,
     moe_layers,
+    prepared,
     reset_balance_loads,
     update_balance,
 )
@@ -30,7 +29,6 @@ from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
-_log = logging.getLogger(__name__)
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
 
 
@@ -177,7 +175,7 @@ class TrainingStep:
         )
 
     def _compile_kernels(self, image_shape: torch.Size) -> None:
-        """Compile the kernels of a step on all cores.
+        """Compile the kernels of a step and of validation on all cores.
 
         Args:
             image_shape: of a batch, [B, C, H, W].
@@ -189,12 +187,11 @@ class TrainingStep:
                 with self.autocast():
                     logits, aux_loss = cast(MoEModel, model).forward_with_aux(images)
                 (logits.float().sum() + aux_loss).backward()
+            model.eval()
+            with torch.inference_mode(), prepared(model), self.autocast():
+                model(images)
 
-        start = time.perf_counter()
-        number = moe_core.compile_ahead(self.model, passes)
-        seconds = time.perf_counter() - start
-        if seconds >= 1:
-            _log.info("%d GPU kernels compiled or read in %.0f s", number, seconds)
+        moe_core.compile_ahead(self.model, passes)
 
     @property
     def _num_losses(self) -> int:

@@ -221,9 +221,10 @@ def _time_forward(step: TrainingStep, batch: Batch) -> float:
     """Seconds of a batch in evaluation."""
     step.model.eval()
     images = batch.images.to(step.world.device)
-    began = time.perf_counter()
-    with step.autocast():
-        step.model(images).cpu()  # waits for the device
+    for _ in range(2):  # the first pass may compile kernels
+        began = time.perf_counter()
+        with step.autocast():
+            step.model(images).cpu()  # waits for the device
     return time.perf_counter() - began
 
 

@@ -332,14 +332,11 @@ def test_kernels_are_compiled_for_each_architecture_into_one_file(main, tmp_path
     assert list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_layers_are_compiled_unless_their_kernels_were_carried(fits, tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign, "unpack", lambda folder, versions: fits and folder == tmp_path)
-    device = {"python": "3.12.3", "triton": "3.6.0", "capability": "9.0"}
-    state = {"environment": device, "sections": {}}
-    campaign.use_carried_kernels(tmp_path, state)
-    waiting = campaign.waiting_sections(campaign.SECTIONS, state["sections"])
-    assert ("compile-layers" in [section.name for section in waiting]) != fits
+def test_carried_kernels_are_unpacked_from_both_places(tmp_path, monkeypatch):
+    places = []
+    monkeypatch.setattr(campaign, "unpack", lambda folder, versions: places.append(folder))
+    campaign.use_carried_kernels(tmp_path, {})
+    assert places == [tmp_path, campaign.CARRIED_RESULTS]
 
 
 @pytest.mark.parametrize("code", [0, 1])

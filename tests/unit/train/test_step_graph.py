@@ -61,7 +61,7 @@ def train(step: TrainingStep, count: int = 1) -> list:
         routing = [layer.last_routing for layer in moe_layers(step.model).values()]
         found.append((result, [stats.counts.clone() for stats in routing]))
         with torch.no_grad():  # a validation routes other images
-            step.model.eval()(make_batch(8).images)
+            step.model.eval()(make_batch(8).images.to(step.world.device))
         step.wrapped.train()
     return found
 
