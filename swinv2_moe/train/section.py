@@ -193,7 +193,7 @@ class TrainConfig:
     graph: bool = option(
         False,
         "replay the kernels of a step as a CUDA graph, so that a small batch does not wait for the"
-        " host: one process, one GPU, AdamW (never run on a GPU)",
+        " host: one process, one GPU, AdamW",
     )
     use_checkpoint: bool = option(False, "recompute activations in the backward pass")
     shard_trunk: bool = option(
