@@ -13,7 +13,7 @@ CONFIG = "quickstart_digits"
 DENSE = ["MODEL.MOE.NUM_EXPERTS", "0"]
 WHAT_DIGITS_SHOW = """\
 Digits are too easy for experts to help: both models read nearly all of them, and one digit of the
-360 is 0.28 points. On photographs experts gain 2 to 3 points (docs/results.md)."""
+360 is 0.28 points. docs/results.md compares them on photographs."""
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ class TrainingStep:
         if config.capacity_auto:
             self.measured_layers = list(moe_layers(self.model).values())
         # a single GPU's: those of several ranks have collectives between them
-        self.compiled_kernels = world.device.type != "cuda" or world.size > 1 or config.compile
+        self._kernels_are_compiled = world.device.type != "cuda" or world.size > 1 or config.compile
         self.graph: StepGraph | None = None
         if config.graph:
             check_device(world, "TRAIN.GRAPH")
@@ -137,8 +137,8 @@ class TrainingStep:
             UserError: a loss or gradient is not finite, and the SKIP_NON_FINITE steps before this
                 one were skipped. The message names the layer with the first such value.
         """
-        if not self.compiled_kernels:
-            self.compiled_kernels = True
+        if not self._kernels_are_compiled:
+            self._kernels_are_compiled = True
             self._compile_kernels(batches[0].images.shape)
         seed_everything(self.config.seed, step, self.world.rank)
         # a fill kernel: a copy from the host would wait for the GPU
