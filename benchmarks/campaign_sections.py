@@ -53,7 +53,7 @@ class Section:
     title: str
     seconds: float  # on an H100: without at least so much time left, it does not begin
     script: str  # of benchmarks/, with the options of both runs; or files of tests
-    full: str = ""  # arguments on a GPU
+    full: str = ""  # arguments on a GPU; of tests, which ones (default: "gpu")
     tiny: str | None = None  # arguments of a dry run on a CPU; None: it needs a GPU
     prefix: str = ""  # a program that runs the command, on a GPU
 
@@ -65,7 +65,14 @@ class Section:
         """The words of the command. It writes its tables, or the outcomes of its tests, to the
         given files."""
         if self.script.startswith("tests/"):
-            options = ["-m", "gpu", "-v", "-rfE", "--tb=short", f"--timeout={TEST_SECONDS}"]
+            options = [
+                "-m",
+                self.full or "gpu",
+                "-v",
+                "-rfE",
+                "--tb=short",
+                f"--timeout={TEST_SECONDS}",
+            ]
             options += ["-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={junit}"]
             options += ["--disable-warnings", "--durations=15"]
             if not is_dry_run and importlib.util.find_spec("xdist"):
@@ -93,7 +100,8 @@ def other_tests() -> list[Section]:
 
 
 SECTIONS = (
-    Section("operations", "Every operation against torch", 115, " ".join(OPERATIONS), tiny=""),
+    Section("operations", "Every operation against torch", 75, " ".join(OPERATIONS),
+            "gpu and not slow", tiny=""),
     Section("ceilings", "Ceilings", 20, "ceilings.py", "", "--device cpu --rounds 2"),
     Section("compile-layers", "Kernels of the layers, compiled", 30, "kernels.py layer --compile",
             f"--shapes {PRECOMPILED}"),
@@ -126,5 +134,7 @@ SECTIONS = (
             "--dtypes bfloat16", TINY_NETWORK),
     Section("trunk", "Dense trunk", 45, "model.py --timm",
             "--dtypes bfloat16 --batch-sizes 128", TINY_NETWORK),
+    Section("operations-slow", "Slow tests of the operations", 120, " ".join(OPERATIONS),
+            "gpu and slow", tiny=""),
     *other_tests(),
 )  # fmt: skip
