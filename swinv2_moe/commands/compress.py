@@ -1,7 +1,7 @@
 """Write a run with fewer experts, or a dense one, from a run with experts.
 
     swinv2-moe compress output/mine --experts 4 --output output/mine4
-    swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 5
+    swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 10
 
 A sample of the training images decides which experts are removed and merged. Every command that
 reads a run reads the new one. With --epochs the original then teaches it, and the run DIR_distilled
@@ -24,7 +24,7 @@ from swinv2_moe.tables import Console, number_table
 if TYPE_CHECKING:
     from swinv2_moe.convert.compress import Result
 
-EPOCHS = 5  # of the distillation whose command is printed
+EPOCHS = 10  # of the distillation whose command is printed
 
 
 def parse() -> argparse.Namespace:

@@ -187,7 +187,7 @@ def test_the_printed_command_distils_the_original(
     compress, make_run, tmp_path, monkeypatch, capsys
 ):
     size_of_its_own_teacher = ("TRAIN.DISTILL.IMG_SIZE", "40")
-    run = make_run("AUG.MIXUP", "0.8", "TRAIN.MIN_LR", "1e-2", *size_of_its_own_teacher)
+    run = make_run("AUG.MIXUP", "0.8", *size_of_its_own_teacher)
     output = tmp_path / "new"
     words = shlex.split(compress(run, "--dense --output", output).out.splitlines()[-1])
     arguments = words[words.index("--cfg") :]
@@ -200,7 +200,8 @@ def test_the_printed_command_distils_the_original(
     assert distilled.steps[-1]["teacher_loss"] > 0
     assert str(run) == distilled.config.TRAIN.DISTILL.TEACHER
     assert str(output) == distilled.config.MODEL.PRETRAINED
-    assert distilled.config.TRAIN.MIN_LR <= distilled.config.TRAIN.BASE_LR == 1.6e-3
+    assert distilled.config.TRAIN.BASE_LR == 1.6e-2
+    assert (distilled.config.TRAIN.EPOCHS, distilled.config.TRAIN.WARMUP_EPOCHS) == (10, 1)
 
 
 def test_bad_input_is_one_line(compress, make_run, tmp_path, monkeypatch):
