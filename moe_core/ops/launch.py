@@ -115,8 +115,11 @@ def compile_ahead(work: Callable[[], object]) -> int:
     `work` runs in `recorded_launches`. Kernels behind an error in it are left out.
 
     Returns:
-        The number of kernels, compiled now or found in Triton's cache.
+        The number of kernels, compiled now or found in Triton's cache; 0 with another version of
+        Triton, without running `work`.
     """
+    if not _IS_KNOWN:
+        return 0
     with recorded_launches() as jobs, suppress(Exception):
         work()
     compile_together(jobs)
