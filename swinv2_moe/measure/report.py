@@ -122,7 +122,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["experts' form, by shapes"] = ", ".join(counts)
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
     facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
-    facts["images/s, training"] = f"{median(step['images_per_second'] for step in run.steps):,.0f}"
+    rates = [step["images_per_second"] for step in run.steps]
+    facts["images/s, median"] = f"{median(rates):,.0f}"  # with the pauses at an epoch's start
     if run.layers:
         facts["dropped tokens"] = f"{last['moe/dropped_share']:.2%}"
         facts["largest expert load"] = f"{last['moe/load_max']:.2f} × even"

@@ -87,7 +87,7 @@ def test_what_one_page_shows(pages):
     assert len(re.findall(r"[✓✗] (red|blue)</h3>", samples)) == 8
     assert "Confusion matrix" in page
     assert "All 2 classes" in page
-    for word in ("finished", "TRAIN.WARMUP_EPOCHS", "images/s, training"):
+    for word in ("finished", "TRAIN.WARMUP_EPOCHS", "images/s, median"):
         assert word in page
     assert "top-5" not in page  # of two classes
 

@@ -63,7 +63,7 @@ def test_figures_are_the_whole_runs(make_run):
     assert "under the tuner" not in page
     found = tiles(page)
     assert found["training and validation"] == "1 h 07 min"  # 3,500 + 500 s; the summary knows of 9
-    assert found["images/s, training"] == "115"
+    assert found["images/s, median"] == "115"
     assert found["top-5, last"] == "90.00%"
 
 
