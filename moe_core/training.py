@@ -37,19 +37,23 @@ _log = logging.getLogger("moe_core")
 
 
 def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> int:
-    """Compile a model's GPU kernels on all cores before its first step. Otherwise they are compiled
-    when they are first launched, one after the other, which can take minutes once on a machine.
+    """Compile the kernels of a model on a GPU before its first step, on all cores. Otherwise they
+    are compiled when they are first launched, one after the other, which can take minutes once on a
+    machine.
 
-    >>> compile_ahead(model, lambda copy: copy(batch).sum().backward())
+    >>> compile_ahead(model, lambda copy: copy(torch.zeros_like(batch)).sum().backward())
+
+    Random numbers, weights and gradients stay as they are.
 
     Args:
         passes: computes forward and backward passes of the copy of the model that it gets, on
             tensors of its own in the shapes of a step, on the current GPU and without collectives.
-            It runs without the kernels, so values are meaningless, also in tensors that it passes
-            in. An error in it leaves out the rest.
+            It runs without the kernels, so values are meaningless, and tensors that it passes in
+            become zeros. An error in it leaves out the rest, with a line in the log.
 
     Returns:
-        The number of kernels, compiled now or found in Triton's cache. 0 without Triton.
+        The number of kernels, compiled now or found in Triton's cache. 0 where Triton is missing or
+        of another version than 3.6.
     """
     try:
         from moe_core.ops.launch import compile_ahead
@@ -57,11 +61,28 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
         return 0
 
     def work() -> None:
-        with without_measuring():
-            passes(copy.deepcopy(model))
+        try:
+            with without_measuring():
+                passes(copy.deepcopy(model))
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            _log.info(
+                "moe_core kernels: not all are compiled ahead: %s: %s", type(error).__name__, reason
+            )
 
+    addresses = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.numel():
+            addresses.add(tensor.untyped_storage().data_ptr())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     start = time.perf_counter()
-    number = compile_ahead(work)
+    with torch.random.fork_rng(devices):
+        number = compile_ahead(work, addresses)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
     seconds = time.perf_counter() - start
     if seconds >= 1:
         _log.info("moe_core kernels: %d compiled or read in %.0f s", number, seconds)

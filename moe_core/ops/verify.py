@@ -98,11 +98,11 @@ def _fault(checked: Checked) -> str | None:
         on_device = torch.cuda.device(checked.ordinal)
     try:
         with on_device:
+            _, language = checked.form.split(".")
+            if checked.device == "cuda":
+                compile_ahead(lambda: list(results_of(checked, language)))
             # Freed memory that results may get, so that what a kernel leaves out is NaN.
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
-            _, language = checked.form.split(".")
-            if checked.device == "cuda" and not is_interpreted():
-                compile_ahead(lambda: list(results_of(checked, language)))
             forms = results_of(checked, language), results_of(checked, "torch")
             for (name, value), (_, right) in zip(*forms, strict=True):
                 dtype = checked.dtype

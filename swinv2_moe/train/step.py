@@ -140,6 +140,7 @@ class TrainingStep:
         if not self._kernels_are_compiled:
             self._kernels_are_compiled = True
             self._compile_kernels(batches[0].images.shape)
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # without the pass on a copy
         seed_everything(self.config.seed, step, self.world.rank)
         # a fill kernel: a copy from the host would wait for the GPU
         signalled = torch.full((), float(self.stop.received is not None), device=self.world.device)

@@ -24,6 +24,9 @@ from moe_core.ops import backend, launch  # noqa: E402
 from moe_core.ops.ffn import triton as ffn  # noqa: E402
 from moe_core.ops.launch import cached_launch  # noqa: E402
 
+pytestmark = pytest.mark.skipif(
+    not launch._IS_KNOWN, reason="this version of Triton launches its kernels itself"
+)
 H100 = carried_kernels.versions_here() | {"capabilities": ["9.0"]}
 LAUNCHED = {
     "route_kernel", "_loss_kernel", "_count_kernel", "_scan_kernel", "_plan_kernel",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton_cases import INTERPRETED, StubDriver
 
-from moe_core import MoEConfig, MoELayer
+from moe_core import MoEConfig, MoELayer, compile_ahead
 from moe_core.ops import backend
 
 triton = pytest.importorskip("triton")
@@ -311,12 +311,96 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(driver, monkeypatc
         double[(3,)](*PLAIN)
 
 
-def test_no_kernel_of_a_check_is_compiled_by_its_launch(driver, monkeypatch):
-    """The passes that are recorded launch the same kernels as those that run."""
+def test_an_interrupt_does_not_wait_for_kernels_in_the_queue(driver, monkeypatch):
+    begun = []
+
+    def interrupt(futures) -> None:
+        raise KeyboardInterrupt
+
+    def compile_slowly(number: int) -> None:
+        begun.append(number)
+        released.wait(60)
+
+    released = threading.Event()
+    monkeypatch.setattr(launch, "_cores", lambda: 1)
+    monkeypatch.setattr(launch, "wait", interrupt)
+    pool = launch.ThreadPoolExecutor
+    shutdown = pool.shutdown
+
+    def release_and_shut_down(self, *arguments, **options) -> None:
+        shutdown(self, *arguments, **options)  # what has not begun is cancelled
+        released.set()
+
+    monkeypatch.setattr(pool, "shutdown", release_and_shut_down)
+    with pytest.raises(KeyboardInterrupt):
+        launch.compile_together([lambda n=n: compile_slowly(n) for n in range(5)])
+    assert begun in ([], [0])
+
+
+def test_a_tensor_that_is_protected_stays_as_it_is(driver):
+    source = torch.ones(64)
+    address = source.untyped_storage().data_ptr()
+
+    def work() -> None:
+        double[(3,)](X.clone(), Y.clone(), 60, 16)
+        double[(3,)](source[16:], Y.clone(), 60, 32)
+        double[(3,)](X.clone(), Y.clone(), 60, 64)
+
+    assert launch.compile_ahead(work, [address]) == 1
+    assert source.sum() == 64
+
+
+def test_where_launches_cannot_be_recorded_nothing_runs(monkeypatch):
+    monkeypatch.setattr(launch, "_IS_KNOWN", False)
+    ran = []
+    assert launch.compile_ahead(lambda: ran.append(1)) == 0
+    assert ran == []
+    with pytest.raises(RuntimeError, match=r"the launches of triton .* cannot be recorded"):
+        launch.recorded_launches().__enter__()
+
+
+@pytest.fixture
+def triton_on_cpu(driver, monkeypatch):
+    """The forms of Triton run on a CPU's tensors; their launches are noted."""
     monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
+    monkeypatch.setattr(backend, "_verdicts", {})
     monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
     monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     backend._languages.cache_clear()
+    yield driver
+    backend._languages.cache_clear()
+
+
+def test_a_model_stays_as_it_is(triton_on_cpu):
+    layer = MoELayer(MoEConfig(16, 32, 4, gate_noise=1.0, kernels="triton"))
+    layer.router.weight.grad = torch.ones_like(layer.router.weight)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    state = torch.get_rng_state()
+    number = compile_ahead(layer, lambda copy: copy(torch.zeros(48, 16))[0].sum().backward())
+    assert number > 10
+    assert triton_on_cpu.launched == []
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert layer.experts.w1.grad is None
+    assert (layer.router.weight.grad == 1).all()
+
+
+def test_a_copy_that_runs_the_model_itself_changes_nothing(triton_on_cpu, caplog):
+    layer = MoELayer(MoEConfig(16, 32, 4, kernels="triton"))
+    forward = layer.forward
+    layer.forward = lambda *inputs: forward(*inputs)  # a closure is not copied
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    with caplog.at_level("INFO", "moe_core"):
+        compile_ahead(layer, lambda copy: copy(torch.zeros(48, 16))[0].sum().backward())
+    assert "not all are compiled ahead: RuntimeError: a kernel got a tensor" in caplog.text
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_no_kernel_of_a_check_is_compiled_by_its_launch(triton_on_cpu, monkeypatch):
+    """The passes that are recorded launch the same kernels as those that run."""
     compiled: list[str] = []
     compile = triton.compiler.compile
 
@@ -336,7 +420,8 @@ def test_no_kernel_of_a_check_is_compiled_by_its_launch(driver, monkeypatch):
         assert launch.compile_ahead(check) == number
         assert len(compiled) > before
         before = len(compiled)
+        triton_on_cpu.launched.clear()
         with suppress(Exception):  # of indices that no kernel has written
             check()
+        assert len(triton_on_cpu.launched) >= 4
         assert len(compiled) == before
-    backend._languages.cache_clear()
