@@ -56,7 +56,7 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
         of another version than 3.6.
     """
     try:
-        from moe_core.ops.launch import compile_ahead
+        from moe_core.ops import launch  # imports Triton
     except ImportError:
         return 0
 
@@ -70,7 +70,7 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
                 "moe_core kernels: not all are compiled ahead: %s: %s", type(error).__name__, reason
             )
 
-    addresses = set()
+    addresses = set()  # a copy may still run the model itself, for example through a closure
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
@@ -80,7 +80,7 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     start = time.perf_counter()
     with torch.random.fork_rng(devices):
-        number = compile_ahead(work, addresses)
+        number = launch.compile_ahead(work, protected=addresses)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
     seconds = time.perf_counter() - start

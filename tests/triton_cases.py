@@ -139,7 +139,6 @@ class StubDriver:
     def __init__(self) -> None:
         self.launched: list[Launch] = []
         self.utils = self
-        self.process = os.getpid()
         self.device = 0
         self.num_loaded = 0
 
@@ -163,7 +162,6 @@ class StubDriver:
         pass
 
     def get_current_device(self) -> int:
-        assert os.getpid() == self.process, "CUDA cannot be used in a forked process"
         return self.device
 
     def get_current_stream(self, device=0) -> int:
@@ -173,3 +171,21 @@ class StubDriver:
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)
+
+
+@contextlib.contextmanager
+def triton_on_cpu(monkeypatch) -> Iterator[None]:
+    """Within it Triton's forms take a CPU's tensors, for a GPU of which `StubDriver` is the driver.
+    Their results are meaningless."""
+    from moe_core.ops import backend
+    from moe_core.ops.ffn import triton as ffn
+
+    monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
+    monkeypatch.setattr(backend, "_verdicts", {})
+    monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
+    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
+    backend._languages.cache_clear()
+    try:
+        yield
+    finally:
+        backend._languages.cache_clear()

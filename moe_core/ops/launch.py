@@ -1,5 +1,5 @@
 """Launches of Triton kernels in about a third of the host's time (docs/log.md), and compilation of
-the kernels of a work on all cores before it runs.
+the kernels of some passes on all cores before they run.
 
 At each launch Triton 3.6 inspects all arguments in Python, builds a key from them to find the
 compiled kernel, and calls its launch hooks, mostly none. A `CachedKernel` finds the compiled kernel
@@ -103,11 +103,12 @@ def _is_recorded(kernel, key, grid, arguments, options) -> bool:
             if argument.untyped_storage().data_ptr() in record.protected:
                 raise RuntimeError("a kernel got a tensor of the model itself, not of its copy")
             argument.data.zero_()
-    light = tuple(map(_without_memory, arguments))
+    # Without the tensors, whose memory would be kept until all is compiled.
+    arguments = tuple(map(_without_memory, arguments))
     if key is None:
-        key = (*light, *options.items())
+        key = (*arguments, *options.items())
     kernel.device_caches[driver.active.get_current_device()]  # made here, not by many threads
-    job = partial(_compile, kernel, light, {"grid": grid, **options})
+    job = partial(_compile, kernel, arguments, {"grid": grid, **options})
     record.jobs.setdefault((id(kernel), key), job)
     return True
 

@@ -99,7 +99,7 @@ def _fault(checked: Checked) -> str | None:
     try:
         with on_device:
             _, language = checked.form.split(".")
-            if checked.device == "cuda":
+            if checked.device == "cuda":  # before the NaN, which it would overwrite
                 compile_ahead(lambda: list(results_of(checked, language)))
             # Freed memory that results may get, so that what a kernel leaves out is NaN.
             del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton_cases
 from triton_cases import INTERPRETED, StubDriver
 
 from moe_core import MoEConfig, MoELayer, compile_ahead
@@ -18,7 +19,6 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 launch = pytest.importorskip("moe_core.ops.launch")
 verify = pytest.importorskip("moe_core.ops.verify")
-ffn = pytest.importorskip("moe_core.ops.ffn.triton")
 CachedKernel, cached_launch = launch.CachedKernel, launch.cached_launch
 
 pytestmark = [
@@ -361,14 +361,8 @@ def test_where_launches_cannot_be_recorded_nothing_runs(monkeypatch):
 
 @pytest.fixture
 def triton_on_cpu(driver, monkeypatch):
-    """The forms of Triton run on a CPU's tensors; their launches are noted."""
-    monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
-    monkeypatch.setattr(backend, "_verdicts", {})
-    monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
-    backend._languages.cache_clear()
-    yield driver
-    backend._languages.cache_clear()
+    with triton_cases.triton_on_cpu(monkeypatch):
+        yield driver
 
 
 def test_a_model_stays_as_it_is(triton_on_cpu):

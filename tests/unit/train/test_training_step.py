@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import triton_cases
 from triton_cases import INTERPRETED, StubDriver
 
 from swinv2_moe.config import model_config, train_config
@@ -116,16 +117,10 @@ def triton_on_cpu(monkeypatch):
     if INTERPRETED or not launch._IS_KNOWN:
         pytest.skip("Triton launches its kernels itself")
     from moe_core.ops import backend
-    from moe_core.ops.ffn import triton as ffn
 
-    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     monkeypatch.setattr(triton.runtime.driver, "_active", StubDriver())
-    monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
-    monkeypatch.setattr(backend, "_verdicts", {})
-    monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    backend._languages.cache_clear()
-    yield launch
-    backend._languages.cache_clear()
+    with triton_cases.triton_on_cpu(monkeypatch):
+        yield launch
     for form in (
         "route.triton",
         "route.loss_triton",
