@@ -119,7 +119,7 @@ SECTIONS = (
             "--batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
     Section("fine", "Fine experts and narrow blocks", 45, "layer.py --no-peers",
             f"--dtypes bfloat16 --shapes {FINE_SHAPES}",
-            "--device cpu --shapes 64x16x8x4x16xsigmoid --dtypes bfloat16 --rounds 2"),
+            "--device cpu --shapes 64x16x8x4x16 --dtypes bfloat16 --rounds 2"),
     Section("layer-other", "Layer, other widths", 30, "layer.py --peak --no-peers",
             f"--dtypes bfloat16 --shapes {OTHER_SHAPES}", TINY_SHAPES),
     Section("memory", "Memory", 30, "memory.py --dropout 0.1",

@@ -2,8 +2,7 @@
 
     python benchmarks/ceilings.py                  (a GPU, 15 seconds)
 
-Copies count the bytes read and written. `a + a` of one element is the host's time of a launch. A
-copy within a GPU's L2 cache takes no longer than that, so a CUDA graph repeats it.
+A copy counts the bytes read and written. `a + a` of one element is the host's time of a launch.
 Products are those of the layer's experts in bf16, by cuBLAS as one dense product, and by
 `F.grouped_mm` with equal loads: M -> H (up), H -> M (down), and the gradient of a weight.
 """
@@ -21,13 +20,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from results_file import Table, keep, publish
-from timing import CALLS_NOTE, repeat, timed
+from timing import CALLS_NOTE, timed
 
-from swinv2_moe.measure.rounds import capture, matrix_product
+from swinv2_moe.measure.rounds import matrix_product
 from swinv2_moe.measure.spread import median_and_spread
 
 COPIES = {"cuda": 1 << 30, "cpu": 1 << 20}  # bytes
-SMALL, REPEATED = 8 << 20, 50  # bytes of a copy within the L2 cache, and how often it is repeated
 SHAPES = {"cuda": ("18432x512x2048", "73728x512x2048"), "cpu": ("64x16x32",)}  # TxMxH
 EXPERTS = (8, 32)
 
@@ -42,22 +40,12 @@ class Ceiling(NamedTuple):
 def simple(device: str) -> Iterator[Ceiling]:
     one = torch.ones(1, device=device)
     yield Ceiling("a + a", lambda: one + one, 0, "")
-    size, copy = COPIES[device], copy_of(COPIES[device], device)
+    size = COPIES[device]
+    source = torch.ones(size // 4, device=device)
+    copy = partial(torch.zeros_like(source).copy_, source)
     yield Ceiling(f"copy of {size >> 20} MiB", copy, 2 * size, "TB/s")
     product, flops = matrix_product(torch.bfloat16, torch.device(device))
     yield Ceiling("large matrix product", product, flops, "TFLOP/s")
-
-
-def copy_of(size: int, device: str) -> Callable[[], object]:
-    source = torch.ones(size // 4, device=device)
-    return partial(torch.zeros_like(source).copy_, source)
-
-
-def small_copies() -> Ceiling:
-    """Of a GPU's L2 cache."""
-    run = capture(partial(repeat, copy_of(SMALL, "cuda"), REPEATED))
-    name = f"{REPEATED} copies of {SMALL >> 20} MiB"
-    return Ceiling(name, run, 2 * SMALL * REPEATED, "TB/s")
 
 
 def products(shape: str, device: str) -> Iterator[Ceiling]:
@@ -91,8 +79,6 @@ def ceilings(device: str) -> Iterator[Ceiling]:
     yield from simple(device)
     for shape in SHAPES[device]:
         yield from products(shape, device)
-    if device == "cuda":
-        yield small_copies()
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def measure(args, passes: Passes) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("what", choices=["layer", "network"])
-    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH[xsigmoid]]]", default=SHAPES)
+    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH]]", default=SHAPES)
     parser.add_argument("--passes", type=int, default=3, help="under the profiler")
     parser.add_argument("--bare", action="store_true", help="run each pass twice, and end")
     parser.add_argument("--compile", action="store_true", help="compile all kernels, and end")

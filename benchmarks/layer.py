@@ -6,10 +6,10 @@
     python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype --int8
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
-A shape is TxMxE[xK[xH[xsigmoid]]]: tokens, model dim, experts, top-k (1), hidden dim (4 M), which
-for the dense network is K times that, and the gate function (softmax). 2048x2048x2x2x2048: the
-layer of Microsoft's blog post on Tutel with a sixteenth of its tokens. narrow: the blocks of the
-model that the README recommends. --gated: gated experts beside a dense SwiGLU, no peers. bfloat16:
+A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1) and hidden dim (4 M), which for the
+dense network is K times that. 2048x2048x2x2x2048: the layer of Microsoft's blog post on Tutel with
+a sixteenth of its tokens. narrow: the blocks of the model that the README recommends, with its 32
+fine experts and with 8 experts. --gated: gated experts beside a dense SwiGLU, no peers. bfloat16:
 autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a
 CPU, and in the same dtype on a GPU or with --same-dtype. Each output, and each gradient of the
 input, is first compared with the reference in fp64: what is wrong is named and not timed. Tokens of
@@ -64,12 +64,11 @@ SHAPES = {
         for e in (8, 32, 64)
     ),
 }
-# 32 experts with a quarter of the hidden dim, as in configs/tiny_imagenet/32expert_fine.yaml of
-# commit d7f9e26 with 128 images, and 8 experts of top-1
+# The blocks of configs/tiny_imagenet/32expert_fine.yaml with 128 images, and a wider one
 NARROW = tuple(
     f"{tokens}x{m}x{experts}"
     for tokens, m in ((32768, 48), (8192, 96), (2048, 192), (4608, 384))
-    for experts in (f"32x4x{m}xsigmoid", "8")
+    for experts in (f"32x4x{m}", "8")
 )
 DIGITS = {"cpu": 1, "cuda": 3}  # digits of milliseconds
 FLOOR = {"cpu": "dense, float32", "cuda": "dense"}
@@ -93,7 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH[xsigmoid]]]|narrow")
+    parser.add_argument("--shapes", nargs="+", metavar="TxMxE[xK[xH]]|narrow")
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=list(TOLERANCE))
     parser.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
@@ -124,10 +123,7 @@ def arguments() -> argparse.Namespace:
 def shapes_of(words: Sequence[str]) -> list[Shape]:
     """The shapes of --shapes. The word "narrow" stands for NARROW."""
     texts = " ".join(words).replace("narrow", " ".join(NARROW)).split()
-    return [
-        tuple(word if word == "sigmoid" else int(word) for word in text.split("x"))
-        for text in texts
-    ]
+    return [tuple(map(int, text.split("x"))) for text in texts]
 
 
 class Case:
@@ -146,7 +142,7 @@ class Case:
         gated: bool = False,
         check: bool = True,  # compare results with the reference first
     ) -> None:
-        tokens, model_dim, num_experts, self.top_k, hidden_dim, gates = completed(shape)
+        tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
         self.dtype, self.device = dtype, torch.device(device)
         torch.manual_seed(0)
         config = MoEConfig(
@@ -156,7 +152,6 @@ class Case:
             top_k=self.top_k,
             capacity_factor=0.0,
             kernels=kernels[0],
-            gate_activation=gates,
             gated=gated,
             activation="silu" if gated else "gelu",
         )
@@ -356,8 +351,8 @@ class Case:
 
 
 def completed(shape: Shape) -> Shape:
-    """T, M, E, K, H and the gate function. The last three may be omitted in `shape`."""
-    defaults = (1, 4 * shape[1], "softmax")
+    """T, M, E, K and H. The last two may be omitted in `shape`."""
+    defaults = (1, 4 * shape[1])
     return shape + defaults[len(shape) - 3 :]
 
 
@@ -447,7 +442,7 @@ class Results:
         return [ratio * share for ratio in ratios(times[PRODUCT], times[name])]
 
     def table(self) -> Table:
-        columns = ["TxMxE(xK(xH(xgate))), dtype", "", "forward, ms", "to dense"]
+        columns = ["TxMxE(xK(xH)), dtype", "", "forward, ms", "to dense"]
         columns += ["forward + backward, ms", "to dense"]
         if self.args.peak:
             columns.append("of a matrix product's rate: f; f + b")

@@ -1,10 +1,12 @@
 """The time of a MoE layer and of its dense network on a GPU, from what bounds its kernels.
 
 The programs of a kernel share the multiprocessors (SMs), and the SM with the most programs ends
-last. A program fills its pipeline (prologue). Its main loop takes the longest of its products, its
-operands from the L2 cache and its bytes from memory. Then come the longer of its instructions and
-its bytes. A CUDA graph takes the sum of its kernels and of the gaps between them. Eager mode takes
-as long, or the host's time for all launches if that is longer.
+last. A program fills its pipeline (prologue). Its main loop takes the longer of its products and
+its bytes from memory. Then come the longer of its instructions and its bytes. A CUDA graph takes
+the sum of its kernels and of the gaps between them. Eager mode takes as long, or the host's time
+for all launches if that is longer. The L2 cache is left out: on an H100 the kernels read from it
+faster than copies of 8 MiB do, so that these are no bound (docs/log.md, "Predicted without the L2
+cache").
 
 Modelled are layers of plain experts in bf16 on one rank, and torch's dense network of equal FLOPs,
 both under autocast, as layer.py measures them. Names and launches are those that kernels.py lists.
@@ -31,7 +33,6 @@ class Machine(NamedTuple):
     sms: int
     shared_memory: int
     copy: float
-    l2: float  # infinite if it was not measured
     library: float  # cuBLAS
     grouped: float  # own products: as F.grouped_mm and cuBLAS
     large: float  # a large product
@@ -51,7 +52,6 @@ class Kernel(NamedTuple):
     instructions: float = 0.0  # after it
     programs: float = 0.0
     program_flops: float = 0.0
-    program_bytes: float = 0.0  # operands from the L2 cache
     resident: int = 1  # programs that an SM runs at a time
     library_flops: float = 0.0  # of cuBLAS, whose rate includes waves and ends
     launches: int = 1
@@ -60,7 +60,6 @@ class Kernel(NamedTuple):
         work = rounds(self.programs, machine.sms) * machine.sms
         loop = max(
             self.library_flops / machine.library + work * self.program_flops / machine.grouped,
-            work * self.program_bytes / machine.l2,
             self.num_bytes / machine.copy,
         )
         end = max(
@@ -78,15 +77,15 @@ def rounds(programs: float, places: int) -> int:
 
 
 def layer_kernels(shape: Shape, machine: Machine, training: bool) -> Iterator[Kernel]:
-    t, m, e, k, h, _ = completed(shape)
+    t, m, e, k, h = completed(shape)
     n, w = t * k, e * m * h
     small, large = tiles(n / e, m, machine.shared_memory)
     blocks = math.ceil(n / small.rows) + e * machine.partial
 
     def product(name: str, tile: Tile, width: int, depth: int, *work, **others) -> Kernel:
         programs = blocks * cdiv(width, tile.columns)
-        flops, operands = 2 * tile.rows * tile.columns, 2 * (tile.rows + tile.columns)
-        return Kernel(name, *work, programs, flops * depth, operands * depth, **others)
+        flops = 2 * tile.rows * tile.columns * depth
+        return Kernel(name, *work, programs, flops, **others)
 
     def to_tokens(of_number: int) -> Iterator[Kernel]:
         """The second product, with `of_number` bytes of a result."""
@@ -125,13 +124,12 @@ def weight_grad(n: int, m: int, e: int, h: int, machine: Machine) -> Kernel:
         4 * e * m * h,
         programs=e * cdiv(h, tile.rows) * cdiv(m, tile.columns),
         program_flops=2 * tile.rows * tile.columns * rows,
-        program_bytes=2 * (tile.rows + tile.columns) * rows,
     )
 
 
 def dense_kernels(shape: Shape, machine: Machine, training: bool) -> Iterator[Kernel]:
     """Of torch's Linear, GELU, Linear with the width of K experts."""
-    t, m, _, k, h, _ = completed(shape)
+    t, m, _, k, h = completed(shape)
     h *= k
     yield from (6 if training else 2) * [Kernel("product", library_flops=2 * t * m * h)]
     yield Kernel("cast of tokens", 6 * t * m)

@@ -26,7 +26,7 @@ SMALLER = (
     "--opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
 )
 ARGUMENTS = {
-    "layer": "--shapes 48x32x4x2x24 48x16x8x4x16xsigmoid --rounds 2",
+    "layer": "--shapes 48x32x4x2x24 48x16x8x4x16 --rounds 2",
     "tuning experts": "--device cpu --shapes 70x16x4x2 --rounds 1",
     "tuning attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
     "ceilings": "--device cpu --rounds 2",
@@ -95,8 +95,8 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
 def test_fine_experts_do_the_work_of_the_dense_network():
     fine = [shape for shape in layer.shapes_of(["64x16x4", "narrow"]) if len(shape) > 3]
     assert len(fine) == 4
-    for tokens, model_dim, num_experts, top_k, hidden_dim, gates in fine:
-        assert (num_experts, top_k * hidden_dim, gates) == (32, 4 * model_dim, "sigmoid")
+    for tokens, model_dim, num_experts, top_k, hidden_dim in fine:
+        assert (num_experts, top_k * hidden_dim) == (32, 4 * model_dim)
         assert f"{tokens}x{model_dim}x8" in layer.NARROW  # beside 8 experts of the same block
 
 
