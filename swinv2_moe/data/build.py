@@ -67,6 +67,11 @@ class Data:
         """The order in which all ranks together read the training images in `epoch` [N]."""
         return self.train_loader.sampler.order_of_epoch(epoch)
 
+    def close(self) -> None:
+        """End the workers of training. Python would not end those of a loader to which a traceback
+        refers."""
+        self.train_loader.end_workers()
+
     def raise_if_staging_failed(self) -> None:
         """Raise UserError if the data are being staged and staging has failed."""
         for loader in (self.train_loader, self.val_loader):
@@ -108,8 +113,11 @@ def build_data(
         config.seed,
         _shard_order(sources.train, config.shard_streams),
     )
+    train_loader = _loader(
+        config, sources.train, sampler, max_tries, is_train=True, keep_workers=True
+    )
     return Data(
-        train_loader=_loader(config, sources.train, sampler, max_tries, is_train=True),
+        train_loader=train_loader,
         val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
         num_classes=num_classes,
         class_names=sources.class_names,
@@ -196,18 +204,27 @@ def _loader(
     sampler: S,
     max_tries: int = 1,
     is_train: bool = False,
+    keep_workers: bool = False,
 ) -> "Loader[S]":
-    """A loader that starts its workers for each epoch, because they get a copy of the dataset with
-    its epoch. torch gives each worker one thread."""
+    """A loader. torch gives each of its workers one thread.
+
+    Args:
+        keep_workers: start the workers once, not for each pass. After each start training is
+            slower: the workers share the pages of its memory, and it copies those that it writes.
+    """
     dataset = ImageDataset(source, config, is_train, max_tries)
     num_workers = 0
     if DATASETS[config.dataset].use_workers:
         num_workers = config.num_workers
+    keep_workers = keep_workers and num_workers > 0
+    if keep_workers:
+        dataset.epoch_number.share_memory_()
     return Loader(
         dataset,
         batch_size=config.batch_size,
         sampler=sampler,
         num_workers=num_workers,
+        persistent_workers=keep_workers,
         collate_fn=collate,
         pin_memory=config.device != "cpu" and torch.cuda.is_available(),
         # Without a generator, each epoch would draw from torch's global generator.
@@ -224,6 +241,12 @@ class Loader(DataLoader, Generic[S]):
 
     dataset: ImageDataset
     sampler: S
+
+    def end_workers(self) -> None:
+        """End the workers that are kept from pass to pass. The next pass starts new ones."""
+        if self._iterator is not None:
+            self._iterator.__del__()
+            self._iterator = None
 
     def __iter__(self) -> Any:
         if self.num_workers == 0:

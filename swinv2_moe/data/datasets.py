@@ -82,8 +82,18 @@ class ImageDataset(Dataset):
             self.mode = "L"
         self.shape = (channels, size, size)
         self.seed = config.seed
-        self.epoch = 0
+        self.epoch_number = torch.zeros(1, dtype=torch.int64)  # in memory shared with the workers
         self.max_tries = min(len(source), max_tries)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the augmentation, in this process and in its workers. It may change
+        between two epochs."""
+        return int(self.epoch_number)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.epoch_number.fill_(epoch)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -17,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -174,7 +174,7 @@ def measure(config: CfgNode, output: Path, rounds: int, warmup: int) -> Roofline
         images = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size))
         step = _step(sections, images, world)
         before = machine(world.device.type)
-        with scratch(output, world) as directory:
+        with closing(images), scratch(output, world) as directory:
             probes = _probes(step, directory / f"file-{world.rank}")
             batches = phases.endless(images)
             run_step = _run_of(step, next(batches))

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,9 +181,10 @@ def _duration(config: CfgNode, sources: Sources, world: World) -> float:
     sections = _sections(config, world.device)
     data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
     accumulation = sections.train.accumulation_steps
-    steps = steps_per_epoch(accumulation, len(data.train_loader))
-    step = _step(sections, data.num_classes, world.device)
-    seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
+    with closing(data):
+        steps = steps_per_epoch(accumulation, len(data.train_loader))
+        step = _step(sections, data.num_classes, world.device)
+        seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
     seconds_per_batch = max(_time_forward(step, batch), waited)
     steps *= sections.train.epochs
     if sections.train.max_steps:

@@ -103,14 +103,32 @@ def test_loading_leaves_the_random_states_alone(load, workers):
     assert draws() == want
 
 
-def test_workers_run_one_thread_each_and_end_with_the_epoch(load):
+def test_workers_of_training_stay_and_know_the_epoch(load):
+    """Also if an epoch is left in its middle, as by TRAIN.MAX_STEPS."""
+    reference, data = load({"DATA.NUM_WORKERS": 0}), load({"DATA.NUM_WORKERS": 2})
+    found = []
+    for epoch in (3, 0, 7):
+        next(iter(data.train_loader))
+        images, _ = epoch_images(data, epoch)
+        assert images == epoch_images(reference, epoch)[0]
+        found.append([worker.pid for worker in iter(data.train_loader)._workers])
+    assert found[0] == found[1] == found[2]
+    assert not data.val_loader.persistent_workers
+
+
+def test_workers_run_one_thread_each_and_end_when_the_data_is_closed(load):
     data = load({"DATA.NUM_WORKERS": 2})
     data.train_loader.dataset.transform = lambda image: torch.full(
         (3, 16, 16), float(torch.get_num_threads())
     )
     batch = next(iter(data.train_loader))
     assert batch.images.unique().tolist() == [1.0]
-    assert not data.train_loader.persistent_workers
+    workers = iter(data.train_loader)._workers
+    assert all(worker.is_alive() for worker in workers)
+    for _ in range(2):
+        data.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert len(list(data.train_loader)) == len(data.train_loader)
 
 
 def test_workers_outlive_the_signals_that_make_a_run_save(load):
