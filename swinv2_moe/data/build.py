@@ -244,8 +244,9 @@ class Loader(DataLoader, Generic[S]):
 
     def end_workers(self) -> None:
         """End the workers that are kept from pass to pass. The next pass starts new ones."""
-        if self._iterator is not None:
-            self._iterator.__del__()
+        iterator: Any = self._iterator
+        if iterator is not None:
+            iterator.__del__()
             self._iterator = None
 
     def __iter__(self) -> Any:
