@@ -97,7 +97,8 @@ def load_data(
 
     Args:
         start: the checkpoint that the run continues from.
-        stack: an exit stack, which ends the staging that DATA.STAGE asks for.
+        stack: an exit stack, which ends the data's workers and the staging that DATA.STAGE asks
+            for.
         check_images: whether to read every image now.
         with_classes: changes the classes of the images; None: they stay.
 
@@ -117,6 +118,7 @@ def load_data(
         return build_data(config, world.rank, world.size, sources)
 
     data = world.on_every_rank(load)
+    stack.callback(data.close)
     if background is not None:
         epoch = 0
         if start is not None and start.meta["training"] is not None:

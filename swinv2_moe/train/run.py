@@ -100,7 +100,6 @@ def train(
             sections, world, source, teacher, stack, check_images
         )
         group = expert_group(sections.model.experts, world)
-        stack.callback(data.close)
         size = measure_model(sections.model, data.num_classes)
         seed_everything(run.seed)  # the same weights on any number of ranks
         model = build_model(sections.model, data.num_classes, group)
