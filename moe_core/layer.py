@@ -127,8 +127,10 @@ class MoELayer(HasExperts):
         return routing_stats(*self._last)
 
     def routing_of_replay(self) -> Callable[[], None]:
-        """After the capture of a pass in a CUDA graph: a function to call after each replay, so
-        that `last_routing` describes it."""
+        """A function that makes `last_routing` describe the replay of a CUDA graph.
+
+        Call this method after the pass was captured, and the returned function after each replay.
+        """
         captured = self._last
 
         def restore() -> None:

@@ -172,8 +172,8 @@ class Ranks:
             if isinstance(error, CollectiveError) or not from_collective:
                 raise
             raise CollectiveError(
-                f"{operation} failed on {self.description}; has another one ended, or not come"
-                f" {self.time_limit}? ({error})"
+                f"{operation} failed on {self.description}: another process may have ended, or not"
+                f" joined {self.time_limit}; see its output ({error})"
             ) from error
 
 

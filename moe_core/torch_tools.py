@@ -237,7 +237,12 @@ class ExpertShards(DTensor):
         )
 
     def redistribute(self, *args, **kwargs) -> DTensor:
-        """Also part of `full_tensor`. Ranks that share an expert have no process group for it."""
+        """As DTensor's; `full_tensor` calls it.
+
+        Raises:
+            ValueError: each expert is split over some of the ranks. The ranks that have the same
+                part of different experts have no process group of their own.
+        """
         mesh = self.device_mesh
         if mesh.get_group(0).size() != mesh.size(0):
             raise ValueError(
@@ -339,12 +344,14 @@ def _map_moments(
 
 
 def _shard_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A hook behind an optimiser's `state_dict`: as `shard_state`, for moments of experts."""
+    """Post-hook of an optimiser's `state_dict`: the moments of distributed experts become DTensors,
+    as the weights do in `shard_state`."""
     return _map_moments(optimizer, state, _sharded)
 
 
 def _localize_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A hook before an optimiser's `load_state_dict`: as `localize_state`."""
+    """Pre-hook of an optimiser's `load_state_dict`: the inverse of `_shard_moments`, as
+    `localize_state` is for weights."""
     return _map_moments(optimizer, state, _local)
 
 

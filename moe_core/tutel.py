@@ -207,7 +207,7 @@ def _shard(name: str, rank: int, state: Mapping[str, Tensor]) -> Tensor:
             value = value.squeeze(1)
     if value.ndim != num_dims:
         raise ValueError(
-            f"rank {rank}: {name} has shape {list(value.shape)}, which is not one of Tutel's"
+            f"rank {rank}: {name} has shape {list(value.shape)}, it must have {num_dims} dims"
         )
     return value
 

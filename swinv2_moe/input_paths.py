@@ -1,7 +1,7 @@
 """Checks of a command's paths before it imports torch, which takes seconds.
 
-Among several processes a path may exist for some of them only. Then nothing is checked here: the
-processes find out together later.
+With several processes nothing is checked here, because a path may exist for some of them only. The
+processes check it together later.
 """
 
 from __future__ import annotations

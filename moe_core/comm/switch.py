@@ -82,8 +82,8 @@ class SwitchChannel:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes > self.buffer_bytes or num_bytes % _ALIGNMENT:
             raise ValueError(
-                f"a switch channel with a buffer of {self.buffer_bytes} bytes takes multiples of"
-                f" {_ALIGNMENT} bytes, not {num_bytes}"
+                f"a tensor of {num_bytes} bytes does not fit a switch channel: it must be a"
+                f" multiple of {_ALIGNMENT} bytes, and at most buffer_bytes ({self.buffer_bytes})"
             )
         if device != self._memory.local.device:
             raise ValueError(

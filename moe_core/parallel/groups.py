@@ -33,9 +33,10 @@ class StrategyGroups:
     Attributes:
         exchange: another process group of all ranks of the expert group. `exchange` and `nodes` are
             for work on the communication stream.
-        nodes: by ranks per node: the ranks of this rank's node, and the ranks with the same local
-            rank on each node.
-        owners: by size: this many consecutive ranks, which gather each other's weights.
+        nodes: the key is a number of ranks per node; the value has two groups, of the ranks of this
+            rank's node, and of the ranks with the same local rank on each node.
+        owners: the key is a number of ranks; the value is the group of so many consecutive ranks,
+            this one among them, that gather each other's weights.
     """
 
     exchange: dist.ProcessGroup | None
@@ -385,8 +386,8 @@ def make_expert_groups(
         return _make(groups, timeout, ranks_per_node)
     except RuntimeError as error:
         raise CollectiveError(
-            f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks};"
-            f" has another one ended, or not come in time? ({error})"
+            f"making the process groups of experts failed on rank {dist.get_rank()} of {num_ranks}:"
+            f" another process may have ended, or not joined in time; see its output ({error})"
         ) from error
 
 

@@ -129,7 +129,9 @@ def split(
         UserError: the experts cannot be divided over `num_ranks`.
     """
     if num_ranks > 1 and not any(".experts." in name for name in state):
-        raise UserError(f"--ranks {num_ranks}: the model has no experts")
+        raise UserError(
+            f"--ranks {num_ranks}: the model has no experts to divide; leave out --ranks"
+        )
     try:
         states = to_tutel(state, num_ranks, legacy)
     except ValueError as error:

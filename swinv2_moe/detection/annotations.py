@@ -509,7 +509,8 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def file_sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
-    """Size in bytes of the existing files below `directory`, from one listing for each folder.
+    """The size in bytes of each file in the folders of `names`, by its path relative to
+    `directory`. `names` are such paths. Each folder is listed once, without its subfolders.
 
     Raises:
         UserError: a folder that cannot be read.

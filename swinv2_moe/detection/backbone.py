@@ -257,8 +257,8 @@ def _check_stages(
     for stage, heads in enumerate(num_heads):
         if embed_dim * 2**stage % heads:
             raise UserError(
-                f"backbone.num_heads ({heads}) must divide the {embed_dim * 2**stage} channels of"
-                " its stage"
+                f"backbone.num_heads ({num_heads!r}): {heads} must divide the"
+                f" {embed_dim * 2**stage} channels of stage {stage}"
             )
 
 

@@ -211,7 +211,9 @@ def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
     own = _opts(definition.get("opts", {}), f"variants.{name}.opts")
     opts = common | own
     if "SEED" in opts:
-        raise ValueError(f"variants.{name}.opts: SEED is set by the sweep")
+        raise ValueError(
+            f"variants.{name}: SEED is in its opts, in the plan's or in a grid; the sweep sets it"
+        )
     without_effect = tuple(key for key, value in own.items() if _has_no_effect(key, value))
     return Variant(name, Path(base), tuple(as_opts(opts)), without_effect)
 

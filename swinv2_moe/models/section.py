@@ -48,14 +48,16 @@ def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
     """Raise UserError where MODEL.MOE.BLOCKS names a block that no stage of `depths` has."""
     blocks = config.MODEL.MOE.BLOCKS
     for stage, chosen in enumerate(blocks):
-        depth = 0
-        if stage < len(depths):
-            depth = depths[stage]
+        if chosen and stage >= len(depths):
+            raise UserError(
+                f"MODEL.MOE.BLOCKS is {blocks}: it has blocks of stage {stage}, the model's"
+                f" {len(depths)} stages are numbered from 0"
+            )
         for block in chosen:
-            if not (isinstance(block, int) and 0 <= block < depth):
+            if not (isinstance(block, int) and 0 <= block < depths[stage]):
                 raise UserError(
                     f"MODEL.MOE.BLOCKS is {blocks}: stage {stage} has no block {block}, its"
-                    f" {depth} blocks count from 0"
+                    f" {depths[stage]} blocks are numbered from 0"
                 )
 
 

@@ -315,9 +315,9 @@ def fit_head(
     highest = max(rows, default=0)
     if len(rows) != num_classes or highest >= num_pretrained:
         raise UserError(
-            f"MODEL.CLASS_MAP {config.class_map}: {len(rows)} lines up to class {highest}, the"
-            f" model has {num_classes} classes and the pretrained weights have {num_pretrained}"
-            f" (0 to {num_pretrained - 1})"
+            f"MODEL.CLASS_MAP {config.class_map}: it has {len(rows)} lines and numbers up to"
+            f" {highest}; it must have a line for each of the model's {num_classes} classes, and"
+            f" numbers up to {num_pretrained - 1}, the last class of the pretrained weights"
         )
     return tensors | _head_of_rows(tensors, expected, names, rows)
 

@@ -303,7 +303,8 @@ def _why_not_joined(error: Exception, within: str) -> str:
             f" ({message})"
         )
     return (
-        f"has a rank ended, or not come {within}, or does another program use the port? ({message})"
+        f"a rank may have ended, or not joined {within}, or another program may use the port"
+        f" ({message})"
     )
 
 

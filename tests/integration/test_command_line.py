@@ -112,7 +112,7 @@ BAD_INPUT = {
         "weights.safetensors ... missing:  ... surplus ... nothing was loaded"
     ),
     "--opts MODEL.PRETRAINED {root}/run MODEL.CLASS_MAP {root}/map.txt": (
-        "MODEL.CLASS_MAP ... map.txt: 2 lines up to class 5 ... have 2"
+        "MODEL.CLASS_MAP ... map.txt: it has 2 lines and numbers up to 5; ... numbers up to 1,"
     ),
     "--resume {root}/run --opts MODEL.SWINV2.EMBED_DIM 32": (
         "does not fit ... patch_embed.proj.weight ... nothing was loaded"

@@ -117,7 +117,7 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["MODEL.SWINV2.NUM_HEADS", "[5, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "96", "5 heads"]),
         (
             ["MODEL.MOE.BLOCKS", "[[], [], [], [2]]"],
-            ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "count from 0"],
+            ["MODEL.MOE.BLOCKS", "stage 3", "block 2", "numbered from 0"],
         ),
         (["MODEL.MOE.NUM_EXPERTS", "8"], ["MODEL.MOE.NUM_EXPERTS", "8", "MODEL.MOE.BLOCKS"]),
         (

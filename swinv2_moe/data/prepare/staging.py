@@ -205,7 +205,10 @@ class Stager:
         for split in SPLITS:
             make_directory(os.path.join(self.target, split))
         if os.path.samefile(self.source, self.target):
-            raise UserError(f"LOCAL is {self.target!r}: that is SHARDS itself")
+            raise UserError(
+                f"LOCAL (DATA.STAGE) is {self.target!r}: that is SHARDS itself; take another"
+                " directory"
+            )
         stack.enter_context(only_process(self.target))
         has_index = False
         for name in (INDEX, ARRIVING_INDEX):
@@ -215,8 +218,8 @@ class Stager:
             has_index = True
             if _read(existing) != self._index:
                 raise UserError(
-                    f"LOCAL is {self.target!r}: it holds other shards than {self.source!r}; remove"
-                    " it, or take another directory"
+                    f"LOCAL (DATA.STAGE) is {self.target!r}: it holds other shards than"
+                    f" {self.source!r}; remove it, or take another directory"
                 )
         self._existing = [self._find_existing()]
         self._kept = len(self._existing[0])
@@ -251,7 +254,7 @@ class Stager:
         free = shutil.disk_usage(self.target).free
         if needed > free:
             raise UserError(
-                f"LOCAL is {self.target!r}: {needed / 1e6:,.0f} MB are needed there,"
+                f"LOCAL (DATA.STAGE) is {self.target!r}: {needed / 1e6:,.0f} MB are needed there,"
                 f" {free / 1e6:,.0f} MB are free"
             )
 
@@ -270,7 +273,8 @@ class Stager:
         for node, (other_digest, existing) in enumerate(by_node):
             if other_digest != by_node[0][0]:
                 raise UserError(
-                    f"SHARDS is {self.source!r}: node {node} sees other shards there than node 0"
+                    f"SHARDS (DATA.PATH) is {self.source!r}: node {node} sees other shards there"
+                    " than node 0"
                 )
             self._existing.append(existing)
         self._sent = [0] * len(by_node)

@@ -228,7 +228,9 @@ def test_arguments(files, convert, refused, cfg, make_checkpoint, tmp_path):
 def test_a_dense_model_has_no_ranks_and_v2_no_released_form(convert, make_checkpoint, tmp_path):
     ours, _ = make_checkpoint("MODEL.MOE.NUM_EXPERTS", 0)
     arguments = [ours, "--ranks", 2, "--output", tmp_path / "y.pth"]
-    assert_refused(convert("export", "swin-moe", *arguments), "--ranks 2: the model has no experts")
+    assert_refused(
+        convert("export", "swin-moe", *arguments), "--ranks 2: the model has no experts to divide"
+    )
     shutil.rmtree(ours)
     make_checkpoint("MODEL.TYPE", "swinv2_moe")
     assert_refused(convert("export", "swin-moe", *arguments), "this model is 'swinv2_moe'")

@@ -33,7 +33,7 @@ def test_one_rank_needs_no_torch_distributed():
     ],
 )
 def test_a_collective_that_fails_is_named(error):
-    message = r"^the sum failed on rank 0 of 1; has another one ended, or not come within TIMEOUT\?"
+    message = r"^the sum failed on rank 0 of 1: another process may have ended, or not"
     with pytest.raises(CollectiveError, match=message) as caught, ALONE.named_errors("the sum"):
         raise error
     assert caught.value.__cause__ is error

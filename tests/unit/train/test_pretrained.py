@@ -118,8 +118,8 @@ def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):
 
     refused(r"cannot be read .*No such file")
     for text, says in (
-        ("1 2 3", "3 lines up to class 3, the model has 4 classes"),
-        ("1 2 3 10", "4 lines up to class 10, .* have 10"),
+        ("1 2 3", "it has 3 lines and numbers up to 3; .* each of the model's 4 classes"),
+        ("1 2 3 10", "it has 4 lines and numbers up to 10; .* numbers up to 9,"),
         ("1 2 x 4", "line 3: 'x' is not"),
         ("1 2 -3 4", "line 3: '-3' is not"),
         ("1 2 3 " + "4" * 5000, r"line 4: '444\d+\.\.\. is not"),
