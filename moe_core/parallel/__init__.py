@@ -2,7 +2,7 @@
 
 from moe_core.parallel.algorithm import AllToAll, Linear, RowCounts
 from moe_core.parallel.calibration import calibrate
-from moe_core.parallel.groups import ExpertGroup, make_expert_groups
+from moe_core.parallel.groups import ExpertGroup, largest_group, make_expert_groups
 from moe_core.parallel.hierarchical import Hierarchical
 from moe_core.parallel.machine import PROFILES, ExchangeCost, Link, LinkTraffic, Machine
 from moe_core.parallel.row_exchange import all_to_all
@@ -29,6 +29,7 @@ __all__ = [
     "TunerEvent",
     "all_to_all",
     "calibrate",
+    "largest_group",
     "make_expert_groups",
     "parse_strategy",
     "valid_r",

@@ -357,6 +357,13 @@ def local_world_size() -> int:
     return 0
 
 
+def largest_group(num_experts: int, num_ranks: int) -> int:
+    """The largest expert-parallel size that divides the ranks and over which the experts divide: it
+    divides the number of experts, or is a multiple of it."""
+    sizes = (size for size in range(num_ranks, 0, -1) if num_ranks % size == 0)
+    return next(size for size in sizes if max(num_experts, size) % min(num_experts, size) == 0)
+
+
 def make_expert_groups(
     expert_parallel_size: int, timeout: timedelta | None = None, ranks_per_node: int | None = None
 ) -> ExpertGroup:

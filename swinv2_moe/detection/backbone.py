@@ -11,7 +11,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 from torch import Tensor, nn
 
 from moe_core import moe_layers
-from moe_core.parallel import ExpertGroup, ParallelStrategy, make_expert_groups
+from moe_core.parallel import ExpertGroup, ParallelStrategy, largest_group, make_expert_groups
 from swinv2_moe.detection.weights import load_pretrained
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
@@ -94,7 +94,7 @@ class SwinV2MoE(BaseModule):
         _check_stages(**trunk)
         group = None
         if expert_parallel and trunk.get("num_experts"):
-            group = _expert_group()
+            group = _expert_group(trunk["num_experts"])
         try:
             self.trunk = mask_blocks(
                 forms[model](
@@ -262,10 +262,10 @@ def _check_stages(
             )
 
 
-def _expert_group() -> ExpertGroup | None:
-    """The group of all processes; None for a single process."""
+def _expert_group(num_experts: int) -> ExpertGroup | None:
+    """The group of as many processes as the experts divide over; None for a single process."""
     if dist.is_initialized():
-        group = make_expert_groups(dist.get_world_size())
+        group = make_expert_groups(largest_group(num_experts, dist.get_world_size()))
         group.for_torch_tools = False  # as in `swinv2_moe.train.distributed.expert_group`
         return group
     return None

@@ -22,7 +22,15 @@ import torch
 from torch import nn
 
 from moe_core import MoEConfig, expert_parameters, moe_layers
-from moe_core.parallel import PROFILES, Link, Machine, ParallelStrategy, calibrate, cost_model
+from moe_core.parallel import (
+    PROFILES,
+    Link,
+    Machine,
+    ParallelStrategy,
+    calibrate,
+    cost_model,
+    largest_group,
+)
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_json, write_json
 from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null, record
@@ -94,7 +102,7 @@ class Model:
     activations: int  # elements that autograd keeps without recomputation
     kept: int  # elements that autograd keeps with the configured recomputation
     layers: tuple["LayerKind", ...]
-    expert_parallel_size: int  # GPUs that share the experts; 0: all
+    expert_parallel_size: int  # GPUs that share the experts; 0: as many as possible
     blocks: int  # number of parts in which a sharded trunk is gathered
 
 
@@ -256,7 +264,10 @@ def predict(
         size = 2
     repeats = config.accumulation_steps
     # GPUs that share one copy of the experts
-    group = min(model.expert_parallel_size or gpus, gpus)
+    group = min(model.expert_parallel_size, gpus)
+    if not group:
+        num_experts = max([moe.num_experts for moe, _, _ in model.layers], default=1)
+        group = largest_group(num_experts, gpus)
     if gpus % group:
         raise ValueError(
             f"the number of GPUs ({gpus}) must be a multiple of MODEL.MOE.EXPERT_PARALLEL_SIZE"

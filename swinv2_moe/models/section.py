@@ -258,7 +258,8 @@ class ExpertsConfig:
     num_experts: int = option(0, "number of experts over all ranks; 0: the dense model", least=0)
     expert_parallel_size: int = option(
         0,
-        "ranks per expert group; the groups are replicas; 0: all ranks",
+        "ranks per expert group; the groups are replicas; 0: all ranks, or as many as the experts"
+        " divide over",
         least=0,
     )
     strategy: str = option(

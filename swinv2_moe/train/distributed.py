@@ -29,6 +29,7 @@ from moe_core.parallel import (
     CollectiveError,
     ExpertGroup,
     Ranks,
+    largest_group,
     make_expert_groups,
     parse_strategy,
 )
@@ -327,9 +328,8 @@ def expert_group(config: ExpertsConfig, world: World) -> ExpertGroup | None:
         return None
     try:
         _, ranks_per_node = parse_strategy(config.strategy)
-        group = make_expert_groups(
-            config.expert_parallel_size or world.size, world.timeout, ranks_per_node
-        )
+        size = config.expert_parallel_size or largest_group(config.num_experts, world.size)
+        group = make_expert_groups(size, world.timeout, ranks_per_node)
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
     group.for_torch_tools = False  # a step averages once, and moe_core.checkpoint saves

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from yacs.config import CfgNode
 
+from moe_core.parallel import largest_group
 from swinv2_moe.config import (
     AllSections,
     all_sections,
@@ -238,6 +239,20 @@ def _check_packages(event_log: bool, tracker: str, world: World) -> None:
         check_tracker(tracker)
 
 
+def _note_on_groups(trainer: Trainer) -> list[str]:
+    """A line if the experts do not divide over all ranks."""
+    experts, num_ranks = trainer.config.model.experts, trainer.world.size
+    if not experts.num_experts or experts.expert_parallel_size:
+        return []
+    size = largest_group(experts.num_experts, num_ranks)
+    if size == num_ranks:
+        return []
+    return [
+        f"{experts.num_experts} experts do not divide over {num_ranks} ranks: each group of {size}"
+        " has all of them (MODEL.MOE.EXPERT_PARALLEL_SIZE)"
+    ]
+
+
 def _notes(trainer: Trainer, placement: str) -> list[str]:
     """Lines of the log after the headline. All ranks call this.
 
@@ -249,7 +264,7 @@ def _notes(trainer: Trainer, placement: str) -> list[str]:
     if any(placements):
         lines.append(placement_line(placements))
     lines += [f"imported {file}" for file in imported_files()]
-    lines += trainer.data.notes
+    lines += [*_note_on_groups(trainer), *trainer.data.notes]
     config, rate = trainer.config, trainer.step.learning_rate
     warnings = start_warnings(config.train, config.data, trainer.data, rate)
     warnings += differing_versions(trainer.world)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tool_cases import assert_one_line, command
 
 from moe_core import moe_layers
-from moe_core.parallel import ExpertGroup
+from moe_core.parallel import ExpertGroup, largest_group
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
 
@@ -121,6 +121,21 @@ def test_a_run_of_four_ranks_goes_on_in_one_process(runs, train_command, small, 
     assert len(losses(tmp_path / "run")) == 2
 
 
+def test_a_run_goes_on_where_its_experts_do_not_divide_over_the_ranks(
+    runs, start_ranks, small, tmp_path
+):
+    found = {}
+    for ranks in (1, 3):
+        opts = [*small, EXACT, "DATA.BATCH_SIZE", 48 // ranks, "TRAIN.MAX_STEPS", STEPS + 2]
+        words = ["--cfg", QUICKSTART, "--resume", runs[4][0], "--output", tmp_path / str(ranks)]
+        ended = start_ranks(ranks, "tools/train.py", *words, "--opts", *opts)
+        assert [outcome.status for outcome in ended] == [0] * ranks, ended
+        found[ranks] = losses(tmp_path / str(ranks))
+    assert "8 experts do not divide over 3 ranks: each group of 1 has all of them" in ended[0].out
+    assert len(found[1]) == 2
+    assert found[3] == pytest.approx(found[1], rel=1e-4)
+
+
 class ProcessGroupOfFour(NamedTuple):
     """What building a model takes of a process group."""
 
@@ -155,9 +170,17 @@ def test_ranks_share_the_experts_out(request, monkeypatch):
             assert all(torch.equal(part[name], tensor) for part in parts), name
 
 
-def test_experts_that_do_not_divide_over_the_ranks(start_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "expected"),
+    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (12, 16, 4), (12, 24, 24), (8, 3, 1), (8, 6, 2), (1, 7, 7)],
+)
+def test_the_largest_group(num_experts, num_ranks, expected):
+    assert largest_group(num_experts, num_ranks) == expected
+
+
+def test_experts_that_do_not_divide_over_a_given_group(start_ranks, tmp_path):
     words = ["--cfg", QUICKSTART, "--output", tmp_path / "run"]
-    keys = "--opts MODEL.MOE.NUM_EXPERTS 3 DEVICE cpu"
+    keys = "--opts MODEL.MOE.NUM_EXPERTS 3 MODEL.MOE.EXPERT_PARALLEL_SIZE 2 DEVICE cpu"
     first, second = start_ranks(2, "tools/train.py", *words, keys)
     says = "MODEL: num_experts (3) must be divisible by the expert-parallel size (2)"
     assert_one_line(first, f"error: {says}")
