@@ -102,11 +102,17 @@ def test_a_dense_model_exchanges_nothing(rows):
 def test_gpus_that_cannot_share_the_experts_are_left_out_with_a_note(rows):
     # the second time the user's cluster is one of them
     for nodes, gpus in ((3, [1, 2, 12]), (1, [1, 2])):
-        six = "--gpus-per-node 4 --opts MODEL.MOE.NUM_EXPERTS 6"
+        six = "--gpus-per-node 4 --opts MODEL.MOE.NUM_EXPERTS 6 MODEL.MOE.EXPERT_PARALLEL_SIZE 6"
         found, out = rows(*CFG, "--nodes", nodes, six)
         assert list(found) == gpus
         assert "\n4 GPUs left out: num_experts (6)" in out
         assert len([line for line in out.splitlines() if "left out" in line]) == 11
+
+
+def test_experts_that_do_not_divide_over_all_gpus_are_in_groups(rows):
+    found, out = rows(*CFG, "--nodes 1 --gpus-per-node 4 --opts MODEL.MOE.NUM_EXPERTS 6")
+    assert {1, 2, 4} <= set(found)
+    assert "left out" not in out
 
 
 def test_replicas_of_the_experts_keep_the_exchange_in_a_node(rows):

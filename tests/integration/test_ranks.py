@@ -172,7 +172,7 @@ def test_ranks_share_the_experts_out(request, monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "expected"),
-    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (12, 16, 4), (12, 24, 24), (8, 3, 1), (8, 6, 2), (1, 7, 7)],
+    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (12, 24, 24), (8, 3, 1), (8, 6, 2), (1, 7, 7)],
 )
 def test_the_largest_group(num_experts, num_ranks, expected):
     assert largest_group(num_experts, num_ranks) == expected
