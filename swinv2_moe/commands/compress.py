@@ -1,6 +1,6 @@
 """Write a run with fewer experts, or a dense one, from a run with experts.
 
-    swinv2-moe compress output/mine --experts 4 --output output/mine4
+    swinv2-moe compress output/mine --experts 6 --output output/mine6
     swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 10
 
 A sample of the training images decides which experts are removed and merged. Every command that
