@@ -242,7 +242,7 @@ def _check_packages(event_log: bool, tracker: str, world: World) -> None:
 def _note_on_groups(trainer: Trainer) -> list[str]:
     """A line if the experts do not divide over all ranks."""
     experts, num_ranks = trainer.config.model.experts, trainer.world.size
-    if not experts.num_experts or experts.expert_parallel_size:
+    if experts.layer is None or experts.expert_parallel_size:
         return []
     size = largest_group(experts.num_experts, num_ranks)
     if size == num_ranks:
