@@ -50,8 +50,8 @@ def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
     for stage, chosen in enumerate(blocks):
         if chosen and stage >= len(depths):
             raise UserError(
-                f"MODEL.MOE.BLOCKS is {blocks}: it has blocks of stage {stage}, the model's"
-                f" {len(depths)} stages are numbered from 0"
+                f"MODEL.MOE.BLOCKS is {blocks}: it names blocks of stage {stage}, the last stage of"
+                f" the model is {len(depths) - 1}"
             )
         for block in chosen:
             if not (isinstance(block, int) and 0 <= block < depths[stage]):
