@@ -123,7 +123,7 @@ def test_a_configured_model():
         (["DATA.IMG_SIZE", "18"], ["DATA.IMG_SIZE is 18", "MODEL.VIT.PATCH_SIZE", "16 or 20"]),
         (["MODEL.MOE.BLOCKS", "[[2]]"], ["MODEL.MOE.BLOCKS", "no block 2", "2 blocks"]),
         (["MODEL.MOE.BLOCKS", "[[1], []]"], ["MODEL.MOE.BLOCKS", "only stage"]),
-        (["MODEL.MOE.BLOCKS", "[[], [1]]"], ["MODEL.MOE.BLOCKS", "the last stage of the model is 0"]),
+        (["MODEL.MOE.BLOCKS", "[[], [1]]"], ["MODEL.MOE.BLOCKS", "last stage of the model is 0"]),
         (["MODEL.MOE.BLOCKS", "[[]]"], ["MODEL.MOE.NUM_EXPERTS is 4", "names no block"]),
     ],
 )
