@@ -26,7 +26,7 @@ SMALLER = (
     "--opts MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]]"
 )
 ARGUMENTS = {
-    "layer": "--shapes 48x32x4x2x24 48x16x8x4x16 --rounds 2",
+    "layer": "--shapes 48x32x4x2x24 --rounds 2",
     "tuning experts": "--device cpu --shapes 70x16x4x2 --rounds 1",
     "tuning attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
     "ceilings": "--device cpu --rounds 2",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tool_cases import assert_one_line, command
 
 from moe_core import moe_layers
-from moe_core.parallel import ExpertGroup, largest_group
+from moe_core.parallel import ExpertGroup
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
 
@@ -168,14 +168,6 @@ def test_ranks_share_the_experts_out(request, monkeypatch):
             assert torch.equal(torch.cat([part[name] for part in parts]), tensor), name
         else:
             assert all(torch.equal(part[name], tensor) for part in parts), name
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "num_ranks", "expected"),
-    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (12, 24, 24), (8, 3, 1), (8, 6, 2), (1, 7, 7)],
-)
-def test_the_largest_group(num_experts, num_ranks, expected):
-    assert largest_group(num_experts, num_ranks) == expected
 
 
 def test_experts_that_do_not_divide_over_a_given_group(start_ranks, tmp_path):

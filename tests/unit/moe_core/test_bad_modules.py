@@ -12,6 +12,7 @@ from moe_core.checkpoint import save_tensors
 from moe_core.experts import Experts
 from moe_core.export import StandardMoE
 from moe_core.ops import ExpertWeights, expert_ffn
+from moe_core.parallel import largest_group
 from moe_core.parallel.cost_model import LayerShape
 from moe_core.routing import route_by_experts
 from moe_core.tutel import to_tutel
@@ -163,6 +164,14 @@ def test_configurations_that_cannot_be(options, says):
 def test_calls_that_cannot_be(x, call, says):
     with pytest.raises(ValueError, match=says):
         MoELayer(make_config())(x, **call)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "expected"),
+    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (12, 24, 24), (8, 3, 1), (8, 6, 2), (1, 7, 7)],
+)
+def test_the_largest_group(num_experts, num_ranks, expected):
+    assert largest_group(num_experts, num_ranks) == expected
 
 
 @pytest.mark.parametrize(
