@@ -113,7 +113,8 @@ def damage(path: Path, record: dict[str, int | str]) -> str | None:
 def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; after the block, fsync and rename it to `path`.
 
-    If the block raises, `path` is unchanged and the temporary file is removed.
+    If the block raises, `path` is unchanged and the temporary file is removed. Processes that
+    write the same file wait for each other, where the file system has locks.
 
     Args:
         mode: permissions of a new file, before the umask.
@@ -125,19 +126,37 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     temporary = os.path.join(folder, f".{name}.tmp")
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, mode)
+        return _open_alone(name, flags, mode)
 
-    try:
-        with open(temporary, "wb", buffering=CHUNK, opener=opener) as file:
+    with open(temporary, "wb", buffering=CHUNK, opener=opener) as file:
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
     fsync(folder or ".")
+
+
+def _open_alone(path: str, flags: int, mode: int) -> int:
+    """Open a file, lock it, and empty it. The lock ends when the file is closed."""
+    while True:
+        descriptor = os.open(path, flags & ~os.O_TRUNC, mode)
+        try:
+            with suppress(OSError):  # the file system has no locks
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)  # a forked process does not inherit it
+            opened = os.fstat(descriptor)
+            with suppress(FileNotFoundError):  # else the process before has renamed the file
+                if os.path.samestat(opened, os.stat(path)):
+                    os.truncate(descriptor, 0)
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import json
 import logging
 import platform
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -342,13 +341,10 @@ def keep(file: str, device: str, name: str) -> None:
     while len(content) > _MAX_BYTES and len(kept) > 1:
         del kept[next(iter(kept))]
         content = json.dumps(kept, indent=1).encode()
-    # The ranks of a machine write at the same time, so each has a file of its own.
-    own = _folder() / f"{file}.{uuid.uuid4().hex}"
     with suppress(OSError):  # the next process checks again
-        own.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(own) as written:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with atomic_write(_folder() / file) as written:
             written.write(content)
-        own.replace(own.with_name(file))
 
 
 def _folder() -> Path:

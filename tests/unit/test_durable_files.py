@@ -23,6 +23,13 @@ from moe_core.files import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import HashedFile, new_file, publish_directory, replace_link
 
+WRITE = """
+import os, sys
+from moe_core.files import atomic_write
+os.write(1, b".")
+with atomic_write(sys.argv[1]) as file:
+    file.write(b"short")
+"""
 FLOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
@@ -46,6 +53,20 @@ def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_half()
     assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_processes_that_write_the_same_file_wait_for_each_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "file")]
+    with atomic_write(tmp_path / "file") as file:
+        other = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.read(1) == b"."  # it is about to open the file
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=0.5)
+        file.write(b"a longer text")
+    assert other.wait(60) == 0
+    assert (tmp_path / "file").read_text() == "short"
     assert os.listdir(tmp_path) == ["file"]
 
 
