@@ -5,6 +5,7 @@ Everything is checked before a file is written.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
-from swinv2_moe.config import config_from_text, data_config, model_config
+from swinv2_moe.config import (
+    as_opts,
+    config_from_text,
+    data_config,
+    flatten,
+    merge_opts,
+    model_config,
+)
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import (
     check_new,
@@ -24,6 +32,7 @@ from swinv2_moe.convert.files import (
     write_files,
 )
 from swinv2_moe.convert.hub import export_hub, timm_preprocessing
+from swinv2_moe.convert.model_card import PATH_KEYS
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import model_class
@@ -162,7 +171,7 @@ def export_weights(
         metadata = {
             "format": SINGLE_FORMAT,
             "step": str(source.meta["step"]),
-            "config": config.dump(),
+            "config": _without_paths(config).dump(),
             "class_names": json.dumps(source.meta["class_names"]),
             "model_args": json.dumps(model_arguments(section, num_classes)),
             "data_config": json.dumps(timm_preprocessing(data_config(config))),
@@ -182,6 +191,19 @@ def export_weights(
     if master is not None:
         files = files + [master]
     return files
+
+
+def _without_paths(config: CfgNode) -> CfgNode:
+    """The configuration with the last part of each path of this machine; `timm:NAME@FILE` becomes
+    `timm:NAME@` and the last part of FILE."""
+    values = flatten(config)
+    names = {key: values[key].rstrip("/") for key in PATH_KEYS}
+    for key, value in names.items():
+        if not value.startswith("hf-hub:"):
+            names[key] = re.sub(r"[^@]*/", "", value)
+    config = config.clone()
+    merge_opts(config, as_opts(names))
+    return config
 
 
 def _targets(kind: str, output: Path, ranks: int | None) -> tuple[list[Path], Path | None]:

@@ -9,19 +9,19 @@ from swinv2_moe.models.build import model_class
 from swinv2_moe.output import printable
 from swinv2_moe.train.checkpoint import Checkpoint
 
-# Keys about the machine of the training: paths and devices.
-_NOT_IN_CARDS = {
+# Keys whose values may be paths of the machine of the training.
+PATH_KEYS = (
     "OUTPUT",
-    "DEVICE",
-    "TIMEOUT",
     "DATA.PATH",
     "DATA.TRAIN_LIST",
     "DATA.VAL_LIST",
-    "DATA.NUM_WORKERS",
+    "DATA.STAGE",
     "MODEL.PRETRAINED",
     "MODEL.CLASS_MAP",
-    "MODEL.MOE.KERNELS",
-}
+    "TRAIN.DISTILL.TEACHER",
+    "TRAIN.DISTILL.CACHE",
+)
+_NOT_IN_CARDS = {*PATH_KEYS, "DEVICE", "TIMEOUT", "DATA.NUM_WORKERS", "MODEL.MOE.KERNELS"}
 _CARD = """\
 ---
 library_name: timm

@@ -263,7 +263,9 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
         "num_experts": experts.num_experts,
         "capacity_factor": experts.eval_capacity_factor,
     }
-    return facts | deployed.facts()
+    # The directory is for other machines, so paths of this one are no help there.
+    names = {"checkpoint": deployed.source.directory.name, "data": Path(data.path).name}
+    return facts | deployed.facts() | names
 
 
 def preprocessing(config: DataConfig) -> dict:

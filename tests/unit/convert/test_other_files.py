@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
-from swinv2_moe.config import model_config
+from swinv2_moe.config import as_opts, config_from_text, flatten, model_config
 from swinv2_moe.models import build_model, load_dense, weight_files
-from swinv2_moe.train.checkpoint import open_checkpoint, write_meta, write_weights
+from swinv2_moe.train.checkpoint import open_checkpoint, open_file, write_meta, write_weights
 
 
 def weights_of(directory):
@@ -87,6 +87,22 @@ def test_a_single_file_holds_all_that_a_checkpoint_needs(
     before, after = (open_checkpoint(directory).meta for directory in (ours, tmp_path / "new"))
     for key in ("config", "step", "class_names"):
         assert before[key] == after[key]
+
+
+def test_a_single_file_names_no_paths_of_the_machine(exported, make_checkpoint, tmp_path):
+    values = {
+        "OUTPUT": ("/home/me/out/", "out"),
+        "DATA.PATH": ("/home/me/photos", "photos"),
+        "MODEL.PRETRAINED": ("hf-hub:owner/name", "hf-hub:owner/name"),
+        "TRAIN.DISTILL.TEACHER": ("timm:resnet18@/home/me/w.pth", "timm:resnet18@w.pth"),
+        "TRAIN.DISTILL.CACHE": ("", ""),
+    }
+    given, expected = ({key: pair[i] for key, pair in values.items()} for i in range(2))
+    ours, _ = make_checkpoint(*as_opts(given | {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}))
+    exported("single", ours, tmp_path / "one.safetensors")
+    meta = open_file(tmp_path / "one.safetensors").meta
+    config = flatten(config_from_text(meta["config"], "the file"))
+    assert {key: config[key] for key in values} == expected
 
 
 def test_a_single_file_in_fewer_bytes(
