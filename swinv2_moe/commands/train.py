@@ -98,10 +98,15 @@ def main() -> None:
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="the data set (DATA.PATH); a folder of images with train/ and val/. Without --cfg, a"
-        " pretrained model is fine-tuned on it, with settings that are printed",
+        help="the data set (DATA.PATH), such as a folder with train/ and val/. Without --cfg, a"
+        " pretrained model is fine-tuned on it, with settings that are printed; the folder may then"
+        " also have the folders of the classes",
     )
-    parser.add_argument("--output", metavar="DIR", help="the run directory (OUTPUT)")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="the run directory (OUTPUT); without --cfg, by default output/NAME for --data NAME",
+    )
     add_opts_argument(parser)
     parser.add_argument(
         "--resume",

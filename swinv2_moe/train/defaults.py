@@ -511,13 +511,10 @@ RULES = (
     Rule("AUG.REPROB", "0", _always(0.0, _SHORT)),
     Rule(
         "AUG.MIXUP",
-        "0.2 with pretrained weights; 0 with a teacher, or where the batch of a rank is odd",
+        "0.2 with pretrained weights; 0 with a teacher, where the batch of a rank is odd, or where"
+        " `DATA.GLOBAL_BATCH_SIZE` is set",
         _mixing(0.2),
     ),
-    Rule(
-        "AUG.CUTMIX",
-        "0.5 with pretrained weights; 0 with a teacher, or where the batch of a rank is odd",
-        _mixing(0.5),
-    ),
+    Rule("AUG.CUTMIX", "0.5 with pretrained weights; 0 as `AUG.MIXUP`", _mixing(0.5)),
     Rule("AMP_ENABLE", "`auto`", _always("auto", "mixed precision where it is faster")),
 )

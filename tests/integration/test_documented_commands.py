@@ -52,7 +52,7 @@ CUT = (
 PLACES = {"DIR": "more_images", "OTHER": "my_images", "CONFIG": "imagenette_96"}
 PREPARED = ("mine", "dense", "pretrained")
 MADE = {
-    "first-model.md": "mine/report.html mine_beside_dense.html mine_routing/routing.png"
+    "first-model.md": "first/report.html mine_beside_dense.html routing/routing.png"
     " accuracy.json predictions.csv annotated/000.jpg capacity.png speed/throughput.png"
     " roofline/roofline.png deployed/model.onnx"
 }
