@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 CHUNK = 1 << 20  # bytes that are read at a time
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)  # a name of `temporary_name`
 _MAX_HOLDER = 300  # characters of the name of a process that holds a lock
 _log = logging.getLogger("moe_core")
 
@@ -113,8 +115,8 @@ def damage(path: Path, record: dict[str, int | str]) -> str | None:
 def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; after the block, fsync and rename it to `path`.
 
-    If the block raises, `path` is unchanged and the temporary file is removed. Processes that
-    write the same file wait for each other, where the file system has locks.
+    If the block raises, `path` is unchanged and the temporary file is removed. Of several writers
+    of one file the last one wins, and the file is whole at any time.
 
     Args:
         mode: permissions of a new file, before the umask.
@@ -122,41 +124,38 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written.
     """
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.tmp")
+    temporary = temporary_name(path)
 
     def opener(name: str, flags: int) -> int:
-        return _open_alone(name, flags, mode)
+        return os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode)
 
-    with open(temporary, "wb", buffering=CHUNK, opener=opener) as file:
-        try:
+    try:
+        with open(temporary, "wb", buffering=CHUNK, opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-    fsync(folder or ".")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync(temporary.parent)
 
 
-def _open_alone(path: str, flags: int, mode: int) -> int:
-    """Open a file, lock it, and empty it. The lock ends when the file is closed."""
-    while True:
-        descriptor = os.open(path, flags & ~os.O_TRUNC, mode)
-        try:
-            with suppress(OSError):  # the file system has no locks
-                fcntl.lockf(descriptor, fcntl.LOCK_EX)  # a forked process does not inherit it
-            opened = os.fstat(descriptor)
-            with suppress(FileNotFoundError):  # else the process before has renamed the file
-                if os.path.samestat(opened, os.stat(path)):
-                    os.truncate(descriptor, 0)
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+def temporary_name(path: str | Path) -> Path:
+    """A hidden name beside `path` that no other process uses."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
+
+
+def remove_leftovers(directory: str | Path) -> None:
+    """Remove the files of `temporary_name` in a directory, in which no other process may write.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for file in Path(directory).iterdir():
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager

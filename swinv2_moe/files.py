@@ -5,6 +5,7 @@ complete under its name or not at all. They use the primitives of `moe_core.file
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -317,8 +318,8 @@ def only_process(directory: str | Path) -> Iterator[None]:
 
     On a file system without locks this writes an owner file.
 
-    The lock is held until the end of the block, and until all processes forked in the block have
-    ended.
+    The lock is held until the end of the block. If this process is killed in it, the lock is held
+    until all processes forked in the block have ended.
 
     Raises:
         UserError: another process holds the lock.
@@ -331,6 +332,8 @@ def only_process(directory: str | Path) -> Iterator[None]:
         except OSError as error:
             stack.enter_context(owner_file(Path(directory), error, str(directory)))
             is_locked = True
+        else:
+            stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # forked processes may have it open
         if not is_locked:
             raise UserError(f"{directory}: another process is writing there")
         yield

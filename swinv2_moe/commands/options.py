@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import argcomplete
 
+from moe_core.files import atomic_write
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument, imported_files
 from swinv2_moe.output import printable
@@ -214,13 +215,18 @@ def write_results(file: str | Path | None, results: dict) -> None:
 
 
 def write_text(file: str | Path, text: str) -> None:
-    """Write the file that --output names.
+    """Write the file that --output names. Readers see the earlier content or the whole of the new.
 
     Raises:
         UserError: the file cannot be written.
     """
+    target = Path(file)
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            target.write_text(text, encoding="utf-8")  # such as /dev/stdout
+            return
+        with atomic_write(target) as content:
+            content.write(text.encode())
     except OSError as error:
         raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
 

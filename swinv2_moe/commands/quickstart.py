@@ -2,10 +2,12 @@
 
 import itertools
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from swinv2_moe.commands.call import command_line, next_line, program, resume_command
 from swinv2_moe.commands.options import CommandParser, add_opts_argument
+from swinv2_moe.files import writing
 from swinv2_moe.tables import Console, number_table
 
 CONFIG = "quickstart_digits"
@@ -28,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     from swinv2_moe.config import load_config
 
-    output = first_free(Path(args.output))
+    output = make_first_free(Path(args.output))
     runs = {}
     for name, opts in (("moe", []), ("dense", DENSE)):
         opts, run = args.opts + opts, str(output / name)
@@ -46,12 +48,18 @@ def main() -> None:
     show(summaries, f"{num_experts} experts", output)
 
 
-def first_free(path: Path) -> Path:
-    """`path` if nothing has this name, else the first free one of path-2, path-3, ..."""
-    if not path.exists():
-        return path
+def make_first_free(path: Path) -> Path:
+    """Make the directory `path`, or if that exists the first free one of path-2, path-3, ...
+
+    Raises:
+        UserError: it cannot be made.
+    """
     numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    return next(candidate for candidate in numbered if not candidate.exists())
+    for candidate in itertools.chain([path], numbered):
+        with writing(path), suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise AssertionError("there is always a next number")
 
 
 def show(summaries: dict[str, dict], experts: str, output: Path) -> None:

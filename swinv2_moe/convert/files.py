@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_core.files import fsync
+from moe_core.files import fsync, temporary_name
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.weight_files import read_weights
 
@@ -151,12 +151,14 @@ def write_files(
     try:
         for path, content in contents:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporaries[path] = path.with_name(f".{path.name}.tmp{path.suffix}")
+            temporaries[path] = temporary_name(path)
             if path.suffix == ".safetensors":
                 save_file(content, temporaries[path], metadata)
             else:
                 torch.save(content, temporaries[path])
             fsync(temporaries[path])
+        for path in temporaries:
+            check_new(path)  # another process may have written it meanwhile
         for path, temporary in temporaries.items():
             temporary.rename(path)
     # torch and safetensors raise the last two on a full disk.

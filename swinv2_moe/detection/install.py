@@ -74,14 +74,15 @@ def compiled_wheel(log: Path) -> Path:
     directory, requirement = wheel_directory(), pinned("onedl-mmcv")
     directory.mkdir(parents=True, exist_ok=True)
     pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
-    with exclusive_lock(directory / ".lock"):
+    with exclusive_lock(directory / ".lock") as is_locked:
         if not list(directory.glob(pattern)):
             print_lines(
                 f"Compiling {requirement} into {directory}: 5 to 15 minutes on 2 cores, once.",
                 flush=True,
             )
-            for leftover in directory.glob("unfinished-*"):  # of a compilation that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+            if is_locked:  # else another process may be compiling
+                for leftover in directory.glob("unfinished-*"):  # of a compilation that was killed
+                    shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory) as unfinished:
                 _pip_install(log, ["ninja", "setuptools", "packaging"])
                 _compile(log, requirement, unfinished)

@@ -15,7 +15,6 @@ its files is compared with the size and checksum in meta.json.
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import parse_json, publish_directory
+from swinv2_moe.files import new_directory, parse_json, publish_directory, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.build import model_class
@@ -294,19 +293,13 @@ def write_weights(
     """
     if directory.exists():
         raise UserError(f"{directory} already exists")
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-    try:
-        temporary.mkdir(parents=True)
+    with new_directory(directory) as temporary, writing(directory):
         save_tensors(temporary, model, tensors)
         files = {}
         for path in sorted(temporary.rglob("*.safetensors")):
             files[str(path.relative_to(temporary))] = fsync_and_hash(path)
         write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
         publish_directory(temporary, directory)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"{directory} cannot be written ({error})") from error
 
 
 def read_section(

@@ -216,8 +216,8 @@ class Distillation:
     ) -> Iterator[None]:
         """Wait until no other run computes this view; others wait until the block ends."""
         with ExitStack() as stack:
-            told = False
-            while not self.world.agree(self._try_lock(view, stack) if self.world.is_main else True):
+            told, lock = False, self._open_lock(view, stack)
+            while not self.world.agree(self._try_lock(lock)):
                 if not told:
                     told = True
                     recorder.print_lines(
@@ -227,14 +227,23 @@ class Distillation:
                 check_stop()
             yield
 
-    def _try_lock(self, view: int, stack: ExitStack) -> bool:
-        """Lock a view on the main rank until the stack closes; True also where that fails, since
-        the work would only be done twice."""
-        try:
-            path = self.cache.folder / f"view-{view:04d}.lock"
+    def _open_lock(self, view: int, stack: ExitStack) -> int | None:
+        """The lock file of a view on the main rank, until the stack closes."""
+        if not self.world.is_main:
+            return None
+        path = self.cache.folder / f"view-{view:04d}.lock"
+        with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             stack.callback(os.close, file)
-            return try_lock(file, inherited=False)
+            return file
+        return None
+
+    @staticmethod
+    def _try_lock(file: int | None) -> bool:
+        """Lock a file on the main rank; True also where there are no locks, since the work would
+        only be done twice."""
+        try:
+            return file is None or try_lock(file, inherited=False)
         except OSError:
             return True
 
@@ -374,8 +383,12 @@ class Distillation:
 
         def write() -> None:
             make_directory(folder)
+            text = _as_text(content)
+            with suppress(OSError), open_regular(record) as file:
+                if file.read(len(text) + 1) == text:
+                    return  # perhaps another user's, in a directory that only they may write
             with new_file(record) as file:
-                file.write(_as_text(content))
+                file.write(text)
 
         self.world.on_every_rank(lambda: write() if self.world.is_main else None)
         for rank, sees in enumerate(self.world.gather(record.is_file())):

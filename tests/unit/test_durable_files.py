@@ -17,19 +17,14 @@ from moe_core.files import (
     exclusive_lock,
     fsync_and_hash,
     read_chunks,
+    remove_leftovers,
     sha256,
+    temporary_name,
     try_lock,
 )
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import HashedFile, new_file, publish_directory, replace_link
 
-WRITE = """
-import os, sys
-from moe_core.files import atomic_write
-os.write(1, b".")
-with atomic_write(sys.argv[1]) as file:
-    file.write(b"short")
-"""
 FLOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
@@ -56,18 +51,24 @@ def test_a_block_that_raises_leaves_the_old_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_processes_that_write_the_same_file_wait_for_each_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITE, str(tmp_path / "file")]
-    with atomic_write(tmp_path / "file") as file:
-        other = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert other.stdout is not None
-        assert other.stdout.read(1) == b"."  # it is about to open the file
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=0.5)
-        file.write(b"a longer text")
-    assert other.wait(60) == 0
-    assert (tmp_path / "file").read_text() == "short"
+def test_of_two_writers_the_last_one_wins(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "file") as first:
+        first.write(b"a longer text")
+        with atomic_write(tmp_path / "file") as second:
+            second.write(b"short")
+        assert (tmp_path / "file").read_text() == "short"
+    assert (tmp_path / "file").read_text() == "a longer text"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    leftover = temporary_name(tmp_path / "000000.tar")
+    for name in (leftover.name, ".000000.tar.tmp", "000000.tar", leftover.name[1:]):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [".000000.tar.tmp", "000000.tar", leftover.name[1:]]
+    )
 
 
 def test_a_relative_name_and_permissions(tmp_path: Path, monkeypatch) -> None:

@@ -21,3 +21,8 @@ def test_opts_set_the_number_of_experts_but_not_of_the_dense_model(tmp_path, mon
     quickstart.main()
     assert trained == [4, 0]
     assert "4 experts" in capsys.readouterr().out
+
+
+def test_a_second_quickstart_has_a_directory_of_its_own(tmp_path):
+    made = [quickstart.make_first_free(tmp_path / "out").name for _ in range(3)]
+    assert made == ["out", "out-2", "out-3"]

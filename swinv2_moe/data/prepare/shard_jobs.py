@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_core.files import remove_leftovers
 from swinv2_moe.data.images import MAX_PIXELS
 from swinv2_moe.data.shards import (
     FORMAT_VERSION,
@@ -146,10 +147,8 @@ def run_jobs(
         for process in processes.values():
             process.terminate()
             process.join()
-        for job in todo:  # remove files of workers that were stopped
-            temporary = os.path.join(root, job.split, f".{job.name}.tmp")
-            if os.path.exists(temporary):
-                os.unlink(temporary)
+        for split in {job.split for job in todo}:  # files of workers that were stopped
+            remove_leftovers(os.path.join(root, split))
 
 
 def _start(

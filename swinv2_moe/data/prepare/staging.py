@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_core.files import open_regular, read_chunks, sha256
+from moe_core.files import open_regular, read_chunks, remove_leftovers, sha256
 from swinv2_moe.data.shards import (
     ARRIVING_INDEX,
     INDEX,
@@ -78,7 +78,8 @@ def stage(
 
 
 class Stager:
-    """Copies shards to a directory of this node, which is locked inside the `with` block.
+    """Copies shards to a directory of this node, which is locked until `finish` or the end of the
+    `with` block.
 
     All nodes call the same methods with the same arguments, and raise the same errors.
 
@@ -153,14 +154,15 @@ class Stager:
             existing.update(file.name for file in files)
 
     def finish(self, overlapped: bool = False) -> Staged:
-        """Write index.json, which makes `target` valid shards, and return the result. All files
-        must have been copied.
+        """Write index.json, which makes `target` valid shards, unlock `target`, and return the
+        result. All files must have been copied.
 
         Args:
             overlapped: whether training read the files during staging.
         """
         seconds = time.monotonic() - self._clock
         self._on_each_node(partial(self._write_record, seconds, overlapped))
+        self._stack.close()  # other trainings on this node may use the directory now
         num_shards = sum(file.name.endswith(".tar") for file in self.files)
         return Staged(
             self._started,
@@ -210,6 +212,8 @@ class Stager:
                 " directory"
             )
         stack.enter_context(only_process(self.target))
+        for split in SPLITS:
+            remove_leftovers(os.path.join(self.target, split))  # of copies that were killed
         has_index = False
         for name in (INDEX, ARRIVING_INDEX):
             existing = os.path.join(self.target, name)

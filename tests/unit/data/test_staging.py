@@ -11,8 +11,9 @@ import pytest
 import tool_cases
 from tool_cases import snapshot
 
+from moe_core.files import temporary_name
 from swinv2_moe import files
-from swinv2_moe.data.prepare.staging import stage
+from swinv2_moe.data.prepare.staging import Stager, stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.errors import UserError
 
@@ -55,11 +56,12 @@ def test_only_what_is_missing_or_damaged_is_copied_again(made, tmp_path, trust):
     damaged = local / "train/000002.tar"
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-2000] + bytes([1]) + whole[-1999:])
-    (local / "val/.000000.tar.tmp").touch()  # of a copy that was killed
+    temporary_name(local / "val/000000.tar").touch()  # of a copy that was killed
     again = stage(str(made), str(local), trust=trust)
     copied = ["train/000001.tar", "val/000001.tar"] + ["train/000002.tar"] * (not trust)
     assert again.bytes == sum((made / name).stat().st_size for name in copied)
     assert (damaged.read_bytes() == whole) is not trust
+    assert not [name for name in names(local) if "tmp" in name]
 
 
 @pytest.mark.parametrize("how", ["changed", "cut", "gone"])
@@ -105,6 +107,15 @@ def test_a_disk_that_is_too_small_or_fills_up(made, tmp_path, monkeypatch):
     assert not there & {"train/000002.tar", "index.json"}
     assert not [name for name in there if "tmp" in name]
     assert stage(str(made), str(local)).kept == len(there - {"arriving.json"})
+
+
+def test_a_finished_copy_is_open_to_others(made, tmp_path):
+    local = str(tmp_path / "local")
+    with Stager(str(made), local) as stager:
+        assert "another process is writing there" in refusal(made, tmp_path / "local")
+        stager.copy(stager.files)
+        stager.finish()
+        assert stage(str(made), local).bytes == 0
 
 
 def test_directories_that_are_not_for_it(made, tmp_path):
