@@ -144,18 +144,19 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def temporary_name(path: str | Path) -> Path:
     """A hidden name beside `path` that no other process uses."""
     path = Path(path)
-    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
+    # A name has at most 255 bytes, a character up to four.
+    return path.with_name(f".{path.name[:50]}.{os.urandom(6).hex()}.tmp")
 
 
 def remove_leftovers(directory: str | Path) -> None:
-    """Remove the files of `temporary_name` in a directory, in which no other process may write.
+    """Remove what killed processes left under names of `temporary_name`, if that is possible.
 
-    Raises:
-        OSError: a file cannot be removed.
+    No other process may write in the directory.
     """
-    for file in Path(directory).iterdir():
-        if _TEMPORARY.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+    with suppress(OSError):
+        for file in Path(directory).iterdir():
+            if _TEMPORARY.fullmatch(file.name):
+                file.unlink(missing_ok=True)
 
 
 @contextmanager

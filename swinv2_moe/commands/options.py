@@ -215,18 +215,18 @@ def write_results(file: str | Path | None, results: dict) -> None:
 
 
 def write_text(file: str | Path, text: str) -> None:
-    """Write the file that --output names. Readers see the earlier content or the whole of the new.
+    """Write the file that --output names. A new file appears as a whole.
 
     Raises:
         UserError: the file cannot be written.
     """
     target = Path(file)
     try:
-        if target.is_symlink() or (target.exists() and not target.is_file()):
-            target.write_text(text, encoding="utf-8")  # such as /dev/stdout
-            return
-        with atomic_write(target) as content:
-            content.write(text.encode())
+        if target.exists() or target.is_symlink():  # it keeps owner, permissions and links
+            target.write_text(text, encoding="utf-8")
+        else:
+            with atomic_write(target) as content:
+                content.write(text.encode())
     except OSError as error:
         raise UserError(f"--output {file}: cannot be written ({error.strerror})") from error
 

@@ -30,10 +30,13 @@ def main() -> None:
     args = parser.parse_args()
     from swinv2_moe.config import load_config
 
+    opts_of = {"moe": args.opts, "dense": args.opts + DENSE}
+    for opts in opts_of.values():
+        load_config(CONFIG, opts)  # a mistake ends the command before a directory is made
     output = make_first_free(Path(args.output))
     runs = {}
-    for name, opts in (("moe", []), ("dense", DENSE)):
-        opts, run = args.opts + opts, str(output / name)
+    for name, opts in opts_of.items():
+        run = str(output / name)
         continuation = resume_command(CONFIG, output=run, opts=opts)
         runs[name] = (load_config(CONFIG, opts, output=run), continuation)
     from swinv2_moe.train.run import train
@@ -55,10 +58,12 @@ def make_first_free(path: Path) -> Path:
         UserError: it cannot be made.
     """
     numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    for candidate in itertools.chain([path], numbered):
-        with writing(path), suppress(FileExistsError):
-            candidate.mkdir(parents=True)
-            return candidate
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for candidate in itertools.chain([path], numbered):
+            with suppress(FileExistsError):
+                candidate.mkdir()
+                return candidate
     raise AssertionError("there is always a next number")
 
 

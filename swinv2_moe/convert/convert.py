@@ -5,7 +5,6 @@ Everything is checked before a file is written.
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from swinv2_moe.convert.files import (
     write_files,
 )
 from swinv2_moe.convert.hub import export_hub, timm_preprocessing
-from swinv2_moe.convert.model_card import PATH_KEYS
+from swinv2_moe.convert.model_card import PATH_KEYS, last_part
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import model_class
@@ -194,15 +193,10 @@ def export_weights(
 
 
 def _without_paths(config: CfgNode) -> CfgNode:
-    """The configuration with the last part of each path of this machine; `timm:NAME@FILE` becomes
-    `timm:NAME@` and the last part of FILE."""
+    """The configuration with the last part of each path of this machine."""
     values = flatten(config)
-    names = {key: values[key].rstrip("/") for key in PATH_KEYS}
-    for key, value in names.items():
-        if not value.startswith("hf-hub:"):
-            names[key] = re.sub(r"[^@]*/", "", value)
     config = config.clone()
-    merge_opts(config, as_opts(names))
+    merge_opts(config, as_opts({key: last_part(key, values[key]) for key in PATH_KEYS}))
     return config
 
 

@@ -1,5 +1,7 @@
 """The README.md of a model in timm's hub form, filled from its checkpoint."""
 
+from pathlib import PurePath
+
 from yacs.config import CfgNode
 
 from swinv2_moe.config import default_config, flatten, model_config
@@ -22,6 +24,7 @@ PATH_KEYS = (
     "TRAIN.DISTILL.CACHE",
 )
 _NOT_IN_CARDS = {*PATH_KEYS, "DEVICE", "TIMEOUT", "DATA.NUM_WORKERS", "MODEL.MOE.KERNELS"}
+_HUBS = ("timm:", "hf-hub:", "bundled:")
 _CARD = """\
 ---
 library_name: timm
@@ -79,6 +82,17 @@ The keys of the training that differ from the defaults, without paths:
 
 Not stated. The owner of the weights names it here and in the first lines of this file.
 """
+
+
+def last_part(key: str, value: str) -> str:
+    """The last part of the path in a key of PATH_KEYS. Names of models stay as they are; of
+    `timm:NAME@FILE` NAME stays."""
+    if key in ("MODEL.PRETRAINED", "TRAIN.DISTILL.TEACHER") and value.startswith(_HUBS):
+        name, at, file = value.partition("@")
+        if value.startswith("timm:"):
+            file = PurePath(file).name
+        return f"{name}{at}{file}"
+    return PurePath(value).name
 
 
 def model_card(

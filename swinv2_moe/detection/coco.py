@@ -142,7 +142,7 @@ def _is_unpacked(target: Path, member: zipfile.ZipInfo) -> bool:
 def _extract(content: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path) -> None:
     """Extract a file atomically: a full disk or a kill leaves no incomplete file of this name."""
     final = target / member.filename
-    member.filename += f".{os.getpid()}.part"
+    member.filename += ".part"
     part = Path(content.extract(member, target))  # compares the checksum
     os.replace(part, final)
 

@@ -263,9 +263,9 @@ def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict
         "num_experts": experts.num_experts,
         "capacity_factor": experts.eval_capacity_factor,
     }
-    # The directory is for other machines, so paths of this one are no help there.
-    names = {"checkpoint": deployed.source.directory.name, "data": Path(data.path).name}
-    return facts | deployed.facts() | names
+    facts |= deployed.facts()
+    facts["data"] = Path(data.path).name  # the directory is for other machines
+    return facts
 
 
 def preprocessing(config: DataConfig) -> dict:

@@ -135,7 +135,7 @@ def test_what_is_printed_and_written(exported):
     names = ["model.json", "model.onnx", "model.pt2"]
     assert sorted(path.name for path in directory.iterdir()) == names
     spec = json.loads((directory / "model.json").read_text())
-    assert "/" not in spec["checkpoint"] + spec["data"]
+    assert "/" not in spec["data"]
     assert spec["input"] == {"name": "images", "dtype": "float32", "shape": [3, 3, 16, 16]}
     assert spec["output"] == {"name": "logits", "dtype": "float32", "shape": [3, 10]}
     assert (spec["class_names"], spec["step"], spec["dtype"]) == (CLASSES, 7, "float32")

@@ -2,6 +2,7 @@
 one folder for pretraining and one for transfer."""
 
 import lzma
+import shutil
 import tarfile
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ from sklearn.datasets import load_digits
 from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import make_directory, new_directory
+from swinv2_moe.files import make_directory
 
 _DAMAGE: tuple[type[Exception], ...] = (
     # raised by tarfile and the decompressors for damaged content,
@@ -35,14 +36,15 @@ def image_folder(data: Path, target: Path) -> Path:
             folders of images.
     """
     if data.is_file() and not target.exists():
-        with new_directory(target) as temporary:
-            try:
-                with tarfile.open(data) as tar:
-                    tar.extractall(temporary, filter=_checked)
-            except _DAMAGE as error:
-                raise UserError(f"{data}: cannot be unpacked ({one_line(str(error))})") from error
-            if not target.exists():  # else another process was faster
-                temporary.rename(target)
+        temporary = target.with_name(f".{target.name}.tmp")
+        # left by an interrupted unpacking, perhaps of another tar
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with tarfile.open(data) as tar:
+                tar.extractall(temporary, filter=_checked)
+        except _DAMAGE as error:
+            raise UserError(f"{data}: cannot be unpacked ({one_line(str(error))})") from error
+        temporary.rename(target)
     folder = data
     if data.is_file():
         folder = target

@@ -212,8 +212,6 @@ class Stager:
                 " directory"
             )
         stack.enter_context(only_process(self.target))
-        for split in SPLITS:
-            remove_leftovers(os.path.join(self.target, split))  # of copies that were killed
         has_index = False
         for name in (INDEX, ARRIVING_INDEX):
             existing = os.path.join(self.target, name)
@@ -225,6 +223,8 @@ class Stager:
                     f"LOCAL (DATA.STAGE) is {self.target!r}: it holds other shards than"
                     f" {self.source!r}; remove it, or take another directory"
                 )
+        for split in ("", *SPLITS):
+            remove_leftovers(os.path.join(self.target, split))
         self._existing = [self._find_existing()]
         self._kept = len(self._existing[0])
         self._check_space()

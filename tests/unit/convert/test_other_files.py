@@ -91,9 +91,9 @@ def test_a_single_file_holds_all_that_a_checkpoint_needs(
 
 def test_a_single_file_names_no_paths_of_the_machine(exported, make_checkpoint, tmp_path):
     values = {
-        "OUTPUT": ("/home/me/out/", "out"),
+        "OUTPUT": ("/home/me@work/out/", "out"),
         "DATA.PATH": ("/home/me/photos", "photos"),
-        "MODEL.PRETRAINED": ("hf-hub:owner/name", "hf-hub:owner/name"),
+        "MODEL.PRETRAINED": ("hf-hub:owner/name@v1/a", "hf-hub:owner/name@v1/a"),
         "TRAIN.DISTILL.TEACHER": ("timm:resnet18@/home/me/w.pth", "timm:resnet18@w.pth"),
         "TRAIN.DISTILL.CACHE": ("", ""),
     }
