@@ -162,6 +162,9 @@ def open_world(device: str = "auto", timeout: int = 600) -> Iterator[World]:
     if use_cuda:
         own_device = torch.device("cuda", local_rank)
         backend = "nccl"
+        # Expert groups and the gradients' all-reduce have communicators of their own, which may
+        # run at the same time: NCCL then keeps the order of the host, which all ranks share.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         torch.cuda.set_device(own_device)
     else:
         keep_freed_memory()

@@ -1,5 +1,6 @@
 """What the ranks compare before they do anything together."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Barrier
@@ -11,7 +12,7 @@ import torch
 from run_cases import ALONE
 
 from swinv2_moe.data.sources import ImageArrays
-from swinv2_moe.train import agreement
+from swinv2_moe.train import agreement, distributed
 from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
 from swinv2_moe.train.distributed import World
 
@@ -139,3 +140,17 @@ def test_versions(monkeypatch):
         "rank 0 runs triton None, rank 2 3",
     ]
     assert differing_versions(ALONE) == []
+
+
+def test_nccl_keeps_the_order_of_the_host_unless_told_otherwise(monkeypatch):
+    """NCCL's communicators, which run at the same time, could wait for each other for ever."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv(name, "0")
+    with distributed.open_world("cuda"):
+        assert os.environ[name] == "0"
+    monkeypatch.delenv(name)
+    with distributed.open_world("cuda"):
+        assert os.environ[name] == "1"
