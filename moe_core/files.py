@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 CHUNK = 1 << 20  # bytes that are read at a time
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)  # a name of `temporary_name`
 _MAX_HOLDER = 300  # characters of the name of a process that holds a lock
 _log = logging.getLogger("moe_core")
 
@@ -149,14 +147,13 @@ def temporary_name(path: str | Path) -> Path:
 
 
 def remove_leftovers(directory: str | Path) -> None:
-    """Remove what killed processes left under names of `temporary_name`, if that is possible.
+    """Remove what killed processes left under names of `temporary_name`, in a directory and below.
 
-    No other process may write in the directory.
+    Files that cannot be removed stay. No other process may write in the directory.
     """
     with suppress(OSError):
-        for file in Path(directory).iterdir():
-            if _TEMPORARY.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+        for file in Path(directory).rglob(f".*.{'[0-9a-f]' * 12}.tmp"):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -331,9 +331,8 @@ def only_process(directory: str | Path) -> Iterator[None]:
             is_locked = try_lock(lock, inherited=True)
         except OSError as error:
             stack.enter_context(owner_file(Path(directory), error, str(directory)))
-            is_locked = True
         else:
+            if not is_locked:
+                raise UserError(f"{directory}: another process is writing there")
             stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # forked processes may have it open
-        if not is_locked:
-            raise UserError(f"{directory}: another process is writing there")
         yield

@@ -99,8 +99,8 @@ def main() -> None:
         "--data",
         metavar="DIR",
         help="the data set (DATA.PATH), such as a folder with train/ and val/. Without --cfg, a"
-        " pretrained model is fine-tuned on it, with settings that are printed; the folder may then"
-        " also have the folders of the classes",
+        " pretrained model is fine-tuned on it, with settings that are printed; a folder with a"
+        " folder for each class will do then",
     )
     parser.add_argument(
         "--output",

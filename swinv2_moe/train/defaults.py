@@ -515,6 +515,6 @@ RULES = (
         " `DATA.GLOBAL_BATCH_SIZE` is set",
         _mixing(0.2),
     ),
-    Rule("AUG.CUTMIX", "0.5 with pretrained weights; 0 as `AUG.MIXUP`", _mixing(0.5)),
+    Rule("AUG.CUTMIX", "0.5 with pretrained weights; 0 in the same cases", _mixing(0.5)),
     Rule("AMP_ENABLE", "`auto`", _always("auto", "mixed precision where it is faster")),
 )

@@ -119,7 +119,7 @@ def run_jobs(
     Raises:
         UserError: raised by a job. Unfinished shards are removed.
     """
-    _remove_leftovers(root)  # of a call that was killed
+    remove_leftovers(root)  # of a call that was killed
     todo = []
     finished = []
     for job in jobs:
@@ -148,12 +148,7 @@ def run_jobs(
         for process in processes.values():
             process.terminate()
             process.join()
-        _remove_leftovers(root)  # of workers that were stopped
-
-
-def _remove_leftovers(root: str) -> None:
-    for split in ("", *SPLITS):
-        remove_leftovers(os.path.join(root, split))
+        remove_leftovers(root)  # of workers that were stopped
 
 
 def _start(

@@ -223,8 +223,7 @@ class Stager:
                     f"LOCAL (DATA.STAGE) is {self.target!r}: it holds other shards than"
                     f" {self.source!r}; remove it, or take another directory"
                 )
-        for split in ("", *SPLITS):
-            remove_leftovers(os.path.join(self.target, split))
+        remove_leftovers(self.target)
         self._existing = [self._find_existing()]
         self._kept = len(self._existing[0])
         self._check_space()
