@@ -46,6 +46,7 @@ SINGLE_FORMAT = "swinv2-moe single file 1"
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+_LISTINGS = 3  # of a directory whose checkpoints are replaced while they are read
 _ONE_PROCESS = World(0, 1, torch.device("cpu"))
 
 
@@ -151,15 +152,19 @@ def find_checkpoint(
             return open_checkpoint(path, world, key, weights_only)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
-    skipped: list[str] = []
-    for directory in world.agree(checkpoints_below(path)):
-        try:
-            meta = open_checkpoint(directory, world, key, weights_only).meta
-            if meta["step"] != order_of(directory)[0]:
-                raise DamagedError(f"checkpoint {directory} is one of step {meta['step']}")
-            return Checkpoint(directory, meta, tuple(skipped))
-        except DamagedError as error:
-            skipped.append(str(error))
+    for _ in range(_LISTINGS):
+        skipped: list[str] = []
+        listed = world.agree(checkpoints_below(path))
+        for directory in listed:
+            try:
+                meta = open_checkpoint(directory, world, key, weights_only).meta
+                if meta["step"] != order_of(directory)[0]:
+                    raise DamagedError(f"checkpoint {directory} is one of step {meta['step']}")
+                return Checkpoint(directory, meta, tuple(skipped))
+            except DamagedError as error:
+                skipped.append(str(error))
+        if world.agree(checkpoints_below(path)) == listed:
+            break  # otherwise a training replaced them meanwhile
     if skipped:
         raise UserError(f"{key} {resume}: no checkpoint in {path} is whole: {'; '.join(skipped)}")
     if resume == "auto":

@@ -302,6 +302,11 @@ def load_pretrained(
                 " (other classes? MODEL.CLASS_MAP new starts a new head, a file there takes over"
                 " some of its rows)"
             )
+        elif not config.experts.num_experts and ".moe." in str(error):
+            hint = (
+                " (MODEL.MOE.NUM_EXPERTS is 0 and the weights have experts; `swinv2-moe compress"
+                " RUN --dense` makes a dense run of one with experts)"
+            )
         raise UserError(f"{error}{hint}") from error
     return notes
 

@@ -13,6 +13,7 @@ from run_cases import LAYERS
 from tool_cases import refusal
 
 from swinv2_moe.errors import UserError
+from swinv2_moe.train import checkpoint
 from swinv2_moe.train.checkpoint import (
     DamagedError,
     find_checkpoint,
@@ -310,3 +311,17 @@ def test_sealed_headers_of_other_forms_are_one_line(run, make_config):
         config = make_config(run.parent, {"TRAIN.MAX_STEPS": 5, "TRAIN.EMA_DECAY": 0.5})
         message = "model.safetensors is not a readable safetensors file"
         assert message in refusal(train, config, str(newest))
+
+
+def test_checkpoints_that_a_training_replaces_meanwhile(run, monkeypatch):
+    """Both that were listed are gone before they are read: two saves of a training that runs."""
+
+    def replaced(*args):
+        monkeypatch.undo()
+        shutil.rmtree(run / BEFORE)
+        (run / NEWEST).rename(run / f"{NEWEST}-1")
+        return open_checkpoint(*args)
+
+    monkeypatch.setattr(checkpoint, "open_checkpoint", replaced)
+    found = find_checkpoint("auto", run)
+    assert (found.directory.name, found.skipped) == (f"{NEWEST}-1", ())

@@ -53,6 +53,15 @@ def load(make_trainer):
 
 
 @pytest.mark.parametrize("as_file", [False, True])
+def test_experts_for_a_dense_model(as_file, pretrained, load):
+    _, source = pretrained()
+    source = source / "model.safetensors" if as_file else source
+    refusal = r"NUM_EXPERTS is 0 and the weights have experts; `swinv2-moe compress RUN --dense`"
+    with pytest.raises(UserError, match=refusal):
+        load(source, {"MODEL.MOE.NUM_EXPERTS": 0})
+
+
+@pytest.mark.parametrize("as_file", [False, True])
 def test_other_classes(as_file, pretrained, load, tmp_path):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
