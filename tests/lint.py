@@ -152,7 +152,6 @@ ALLOWED = {
     "swinv2_moe.models.section": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.models.bundled": ["swinv2_moe.errors"],
     "swinv2_moe.train.section": ["moe_core.options", "swinv2_moe.data.section"],
-    "swinv2_moe.model_types": ["moe_core.options", "swinv2_moe.models.section"],
     "swinv2_moe.input_paths": [
         "swinv2_moe.errors",
         "swinv2_moe.files",

@@ -21,7 +21,6 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import read_json
 from swinv2_moe.models.bundled import PREFIX, bundled_file
 from swinv2_moe.models.positions import windows_of_model
-from swinv2_moe.models.protocol import refuse_other_norm
 
 _TIMM = "timm:"
 _HUB = "hf-hub:"
@@ -113,16 +112,6 @@ def description(config: Mapping) -> Mapping[str, object]:
     """timm's `pretrained_cfg` in a config.json; empty without one."""
     described = config.get("pretrained_cfg")
     return described if isinstance(described, dict) else {}
-
-
-def check_arguments(config: Mapping, name: str) -> None:
-    """Raise UserError if the weights beside a config.json would compute something else here."""
-    given = config.get("model_args")
-    if isinstance(given, dict):
-        try:
-            refuse_other_norm(given.get("moe_norm", "post"))
-        except ValueError as error:
-            raise UserError(f"MODEL.PRETRAINED {name}: {error}") from error
 
 
 def windows_of_config(config: Mapping) -> list[int]:

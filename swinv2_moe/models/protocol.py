@@ -8,10 +8,9 @@ group_matcher, set_grad_checkpointing, get_classifier and the initialisation fro
 
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
 
-import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,9 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.errors import short
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 from swinv2_moe.models.section import PUBLISHED_MOE
 
-_log = logging.getLogger(__name__)
 # The experts' biases have two dimensions, so timm does not recognise them as biases.
 _NO_WEIGHT_DECAY = (
     "router.temperature",
@@ -38,9 +35,6 @@ _NO_WEIGHT_DECAY = (
     "shared.b2",
     "shared.b3",
 )
-# Fields of `moe` in exports of commit d7f9e26 and before that MoEConfig may have no more, with the
-# values by which they did nothing. They acted in training alone.
-_RETIRED_FIELDS = {"input_jitter": 0.0, "input_dropout": 0.0, "hidden_dropout": 0.0, "round_to": 0}
 
 
 class MoEModel(nn.Module):
@@ -101,12 +95,11 @@ class MoEModel(nn.Module):
     ) -> None:
         if not 0 <= aux_loss_weight < math.inf:
             raise ValueError(f"aux_loss_weight ({aux_loss_weight}) must be finite and not negative")
-        refuse_other_norm(kwargs.pop("moe_norm", "post"))
         super().__init__(device=device, dtype=dtype, **kwargs)
         # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
         stages = self.block_stages()
-        values = PUBLISHED_MOE | _without_retired(moe or {})
+        values = PUBLISHED_MOE | (moe or {})
         if num_experts:
             _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
         for i, blocks in enumerate(stages):
@@ -247,29 +240,6 @@ def _recompute_buffers(model: nn.Module, *_) -> None:
     for module in model.modules():
         if hasattr(module, "init_non_persistent_buffers"):  # timm's blocks and attention
             module.init_non_persistent_buffers()
-
-
-def _without_retired(moe: dict) -> dict:
-    """The fields of MoEConfig in `moe`. One that has left and did something is logged."""
-    left = _RETIRED_FIELDS.keys() - {field.name for field in fields(MoEConfig)}
-    for name in sorted(left & moe.keys()):
-        if moe[name] != _RETIRED_FIELDS[name]:
-            _log.warning(
-                "%s (%r) is no field of MoEConfig any more and has no effect; commit d7f9e26 is the"
-                " last that can train with it",
-                name,
-                moe[name],
-            )
-    return {name: value for name, value in moe.items() if name not in left}
-
-
-def refuse_other_norm(position: object) -> None:
-    """Raise ValueError unless `moe_norm`, an argument in earlier exports, had no effect."""
-    if position != "post":
-        raise ValueError(
-            f"moe_norm ({short(position, 200)}) is no argument any more: the norm follows the"
-            " experts and their gate value; commit d7f9e26 is the last that can use these weights"
-        )
 
 
 def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:

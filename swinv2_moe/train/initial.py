@@ -30,7 +30,6 @@ from swinv2_moe.data.classes import match_classes
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model, configured_windows, load_dense
 from swinv2_moe.models.hub import (
-    check_arguments,
     description,
     fetch_weights,
     is_hub_name,
@@ -124,12 +123,10 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
         stages: number of stages of the model.
 
     Raises:
-        UserError: an unknown name, a file that cannot be read, or weights of an earlier version
-            that would compute something else here.
+        UserError: an unknown name, or a file that cannot be read.
     """
     if is_hub_name(pretrained):
         content = timm_config(pretrained)
-        check_arguments(content, pretrained)
         return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
     path = Path(local_file(pretrained))
     if path.is_dir():
@@ -143,7 +140,6 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
         if "config" in metadata:
             return _of_yaml(metadata["config"], None, str(path))
     content = read_timm_config(path.parent / "config.json")
-    check_arguments(content, pretrained)
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
     return TrainedWith(settings_of_timm(description(content)), windows, line)

@@ -84,6 +84,8 @@ def read_list(text: str) -> list[Mutation]:
             area = line[3:]
         elif not line.startswith(" "):
             mutations.append(Mutation(line, area))
+            if mutations[:-1]:
+                mutations[-1].file, mutations[-1].tests = mutations[-2].file, mutations[-2].tests
         elif line.startswith("  in: "):
             mutations[-1].file = line[6:]
         elif line.startswith("  - "):

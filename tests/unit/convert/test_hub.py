@@ -47,23 +47,14 @@ def test_timm_loads_the_directory(opts, convert, make_checkpoint, images, tmp_pa
 
 
 def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_checkpoint, tmp_path):
-    """Whose configuration says 1.25. Earlier exports had no such field of the layers, but an
-    argument of the model."""
+    """Whose configuration says 1.25."""
     ours, _ = make_checkpoint("MODEL.MOE.EVAL_CAPACITY_FACTOR", 1.25)
     with open_deployed(str(ours)) as deployed:
         assert deployed.config.model.experts.eval_capacity_factor == 1.25
     assert convert("export", "hub", ours, "--output", tmp_path / "hub").status == 0
-    file = tmp_path / "hub" / "config.json"
-    content = json.loads(file.read_text())
-    for form in ("present", "earlier"):
-        if form == "earlier":
-            factor = content["model_args"]["moe"].pop("eval_capacity_factor")
-            content["model_args"]["moe"] |= {"round_to": 0, "input_jitter": 0.0}
-            content["model_args"] |= {"eval_capacity_factor": factor, "moe_norm": "post"}
-            file.write_text(json.dumps(content))
-        model = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True)
-        factors = [layer.config.eval_capacity_factor for layer in moe_layers(model).values()]
-        assert factors == [1.25] * 3, form
+    model = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True)
+    factors = [layer.config.eval_capacity_factor for layer in moe_layers(model).values()]
+    assert factors == [1.25] * 3
 
 
 def test_a_vit_of_one_channel(convert, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from moe_core.options import option
-from swinv2_moe.config import config_from_text, default_config, load_config, model_config
+from swinv2_moe.config import default_config, load_config, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, measure_model
 from swinv2_moe.models.section import MODELS, TRUNKS, Trunk, register_model_type, trunk_group
@@ -77,16 +77,3 @@ def test_defaults_are_not_shared():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(ValueError, match="'vit_moe' is registered already"):
         register_model_type("vit_moe", MineConfig)
-
-
-def test_a_section_of_earlier_versions_is_taken_with_a_warning():
-    with pytest.warns(FutureWarning, match=r"is swinv2_moe\.models\.section now"):
-        from swinv2_moe.model_types import Section
-    defaults = {"PATCH_SIZE": 8, "IN_CHANS": 1, "EMBED_DIM": 8, "DEPTH": 2, "NUM_HEADS": 2}
-    register(Section("MINE", defaults, ranges={"DEPTH": (1, 9)}, sizes={"depth": "DEPTH"}))
-    group = default_config().MODEL.MINE
-    assert dict(group) == {key: defaults[key] for key in defaults if key != "IN_CHANS"}
-    saved = "MODEL: {TYPE: mine, MINE: {IN_CHANS: 1}}\nDATA: {MEAN: [0.5], STD: [1.0]}"
-    assert config_from_text(saved, "run").DATA.CHANNELS == 1
-    with pytest.raises(UserError, match=r"MODEL\.MINE\.DEPTH is 10, it must be between 1 and 9"):
-        load_config(None, ["MODEL.TYPE", "mine", "MODEL.MINE.DEPTH", "10"])

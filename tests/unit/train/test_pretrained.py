@@ -285,9 +285,6 @@ def test_a_directory_of_timm(tmp_path):
     for name in (f"local-dir:{tmp_path}", str(tmp_path), f"{tmp_path}/model.safetensors"):
         assert local_file(name) == str(tmp_path / "model.safetensors")
         assert initial.settings_of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}
-    config.write_text(json.dumps(TINY | {"model_args": {"moe_norm": "before_gate"}}))
-    with pytest.raises(UserError, match=r"^MODEL\.PRETRAINED .*: moe_norm \('before_gate'\) is no"):
-        initial.settings_of_weights(str(tmp_path), 1)
 
 
 def test_a_run_whose_weights_would_compute_something_else(monkeypatch, tmp_path):
