@@ -28,14 +28,10 @@ def _is_alone() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
-def check_run(run: str, option: str = "--resume") -> None:
-    """Raise UserError unless `run` can be a run or a checkpoint.
-
-    Args:
-        option: the older form of RUN; messages name it if the user did.
-    """
-    if not any(word.startswith(option) for word in sys.argv):
-        option = "RUN"
+def check_run(run: str) -> None:
+    """Raise UserError unless `run` can be a run or a checkpoint. Messages name --resume, the older
+    form of RUN, if the user did."""
+    option = "--resume" if any(word.startswith("--resume") for word in sys.argv) else "RUN"
     if located(run) != run:
         return
     path = Path(run)

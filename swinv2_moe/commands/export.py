@@ -13,6 +13,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from swinv2_moe.commands.evaluate import percent
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
@@ -97,12 +98,6 @@ def show(results: dict, output: Path) -> None:
     images, batch = programs[0]["images"], programs[0]["timed_batch"]
     compared = f"{images} {results['compared_on']}, timed in batches of {batch}"
     console.print(f"{compared}: {output}/model.json")
-
-
-def percent(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}%"
 
 
 def main() -> None:

@@ -1,18 +1,16 @@
 """A run with fewer experts, or a dense one, from a run with experts and a sample of its images."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from yacs.config import CfgNode
 
-from moe_core import MoEConfig, moe_layers, prepared
+from moe_core import MoEConfig, moe_layers
 from swinv2_moe.config import as_opts, config_from_text, model_config
 from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, dense_ffn, fewer_experts
 from swinv2_moe.convert.files import check_new
@@ -24,7 +22,9 @@ from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.models import MoEModel, block_name, build_model, load_strict
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.checkpoint import write_weights
-from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
+from swinv2_moe.train.distributed import World
+from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.routing import evenly_spaced, sample_tokens
 
 TOKENS = 4096  # of each layer
@@ -41,21 +41,14 @@ _OF_THE_TRAINING = {
 }
 
 
-class Measured(NamedTuple):
-    """Cross-entropy and top-1 (percent) of a model on the sample of training images."""
-
-    loss: float
-    top1: float
-
-
 @dataclass(frozen=True)
 class Result:
     """What `compress` has written."""
 
     config: CfgNode  # of the new run
     layers: dict[str, Compressed]
-    before: Measured
-    after: Measured
+    before: Accuracy  # on the sample of training images
+    after: Accuracy
     images: int
 
 
@@ -82,7 +75,9 @@ def compress(
     Raises:
         UserError: input that cannot be used; nothing is written.
     """
-    _check_alone(images)
+    check_alone()
+    if images < 1:
+        raise UserError(f"--images is {images}, it must be at least 1")
     check_new(output)
     with open_deployed(resume, data, dataset, opts) as deployed:
         layer = deployed.model_config.experts.layer
@@ -121,15 +116,6 @@ def distillation_keys(config: CfgNode, run: Path, teacher: str, epochs: int) -> 
         "AUG.MIXUP": 0,
         "AUG.CUTMIX": 0,
     }
-
-
-def _check_alone(images: int) -> None:
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun"
-        )
-    if images < 1:
-        raise UserError(f"--images is {images}, it must be at least 1")
 
 
 def _check(layer: MoEConfig, num_experts: int) -> None:
@@ -180,22 +166,14 @@ class _Images:
     def __len__(self) -> int:
         return len(self.source)
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and targets of each batch, without padding and unreadable images."""
+    def batches(self) -> Iterator[Tensor]:
+        """The images of each batch, without padding and unreadable images."""
         for batch in evaluation_loader(self.deployed.data, self.source):
-            counted = batch.targets != IGNORE
-            yield batch.images[counted], batch.targets[counted]
+            yield batch.images[batch.targets != IGNORE]
 
-    @torch.no_grad()
-    def measure(self, model: MoEModel) -> Measured:
-        loss, right, count = 0.0, 0, 0
-        with prepared(model):
-            for images, targets in self.batches():
-                logits = model(images).float()
-                loss += float(F.cross_entropy(logits, targets, reduction="sum"))
-                right += int((logits.argmax(1) == targets).sum())
-                count += len(targets)
-        return Measured(loss / max(count, 1), 100 * right / max(count, 1))
+    def measure(self, model: MoEModel) -> Accuracy:
+        loader = evaluation_loader(self.deployed.data, self.source)
+        return evaluate(model, loader, World(0, 1, torch.device("cpu")), nullcontext)
 
 
 def _compress_layers(model: MoEModel, smaller: MoEModel, sample: _Images) -> dict[str, Compressed]:
@@ -203,8 +181,7 @@ def _compress_layers(model: MoEModel, smaller: MoEModel, sample: _Images) -> dic
     model."""
     layers, fewer = moe_layers(model), moe_layers(smaller)
     per_image = -(-TOKENS // len(sample))
-    batches = (images for images, _ in sample.batches())
-    tokens = sample_tokens(model, layers, batches, per_image)
+    tokens = sample_tokens(model, layers, sample.batches(), per_image)
     compressed = {}
     with Bar(Console(), "layers", len(layers)) as bar:
         for name, layer in layers.items():
@@ -233,7 +210,7 @@ def _tensors(model: MoEModel, layers: dict[str, Compressed]) -> dict[str, Tensor
 
 
 def _write(
-    output: Path, config: CfgNode, deployed: Deployed, model: MoEModel, after: Measured
+    output: Path, config: CfgNode, deployed: Deployed, model: MoEModel, after: Accuracy
 ) -> None:
     """Write the run: all of it or nothing."""
     meta = deployed.source.meta

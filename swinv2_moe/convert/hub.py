@@ -14,6 +14,7 @@ from torch import nn
 
 from moe_core.files import fsync
 from swinv2_moe.config import as_opts, config_from_text, data_config, model_config
+from swinv2_moe.convert.files import check_new
 from swinv2_moe.convert.model_card import model_card
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
@@ -35,8 +36,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
         UserError: no complete checkpoint, a model type without a timm name, an `output` that exists
             or cannot be written; nothing is written.
     """
-    if output.exists() or output.is_symlink():
-        raise UserError(f"--output {output}: already exists")
+    check_new(output)
     source = open_newest(checkpoint)
     name = f"checkpoint {source.directory}"
     config = config_from_text(source.meta["config"], name, as_opts(_NOT_THE_MODELS))

@@ -29,7 +29,7 @@ from swinv2_moe.export.comparison import (
 from swinv2_moe.files import new_directory, publish_directory, writing
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.section import ExpertsConfig
-from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_alone, check_capacity_factor, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
 # with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding
@@ -112,11 +112,8 @@ def export_model(
         programs.check_packages(kind)
     if choices.capacity_factor is not None:
         opts = list(opts) + ["MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
+    check_alone()
     with open_deployed(resume, data, dataset, opts) as deployed:
-        if deployed.world.size > 1:
-            raise UserError(
-                f"one process exports, here are {deployed.world.size}: start it without torchrun"
-            )
         _check_capacity(deployed.model_config.experts, choices)
         class_names = deployed.class_names()
         model = deployed.model(len(class_names))

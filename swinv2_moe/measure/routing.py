@@ -35,7 +35,7 @@ from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
 from swinv2_moe.routing_pictures import columns, denormalise, pictures_figure
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.train.routing import evenly_spaced, record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -246,10 +246,7 @@ def _check(output: Path, count: int, limit: int | None) -> None:
     Raises:
         UserError: several processes, or a wrong argument.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: this is for one process, without torchrun"
-        )
+    check_alone()
     for option, value in (("count", count), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"--{option} is {value}, it must be at least 1")

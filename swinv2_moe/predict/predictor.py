@@ -18,7 +18,7 @@ from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
 from swinv2_moe.train.checkpoint import select_checkpoint
-from swinv2_moe.train.deployed import Deployed, open_deployed
+from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 
 Picture = str | os.PathLike | Image.Image
 _MAX_READERS = 8  # threads that read pictures
@@ -45,10 +45,7 @@ def load_predictor(
     Raises:
         UserError: several processes, no complete checkpoint, or options that cannot be used.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: one process predicts, without torchrun"
-        )
+    check_alone()
     path, selected = select_checkpoint(str(run), checkpoint)
     # before the user's keys, which override it; checkpoints may have been trained with a capacity
     with open_deployed(path, opts=[*_DROPLESS, *opts], name=name) as deployed:

@@ -2,6 +2,7 @@
 model."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -237,6 +238,13 @@ def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -
     if source is None:  # a directory named "auto"
         raise UserError(f"{name} {run}: name a checkpoint or a run")
     return Deployed(alone, source, _configuration(source, None, None, opts, 1))
+
+
+def check_alone() -> None:
+    """Raise UserError if several processes were started."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise UserError(f"WORLD_SIZE is {size}: this is for one process, without torchrun")
 
 
 def check_capacity_factor(option: str, factor: float, layer: MoEConfig) -> None:

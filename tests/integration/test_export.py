@@ -454,6 +454,6 @@ def test_a_missing_package_is_named(export, monkeypatch):
 def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
     arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported"]
     ended = start_ranks(2, "tools/export.py", *arguments, "--opts DEVICE cpu")
-    error = "error: one process exports, here are 2: start it without torchrun"
+    error = "error: WORLD_SIZE is 2: this is for one process, without torchrun"
     assert ended == [(2, "", f"{error}\n"), (2, "", f"{error} (rank 1)\n")]
     assert list(tmp_path.iterdir()) == []

@@ -270,5 +270,5 @@ def test_what_is_no_run_is_one_line(predict, pictures, name):
 
 def test_under_torchrun(predict, run, pictures, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    says = "error: WORLD_SIZE is 2: one process predicts, without torchrun"
+    says = "error: WORLD_SIZE is 2: this is for one process, without torchrun"
     assert_one_line(predict(run, pictures), says)
