@@ -124,7 +124,7 @@ def sizes(output: Path) -> dict:
 
 
 def configurations(output: Path) -> dict:
-    """What differs from the earlier commit's configurations, whose keys are translated."""
+    """What differs from the earlier commit's configurations."""
     from swinv2_moe.config import config_from_text, flatten, load_config
     from swinv2_moe.errors import UserError
 
@@ -148,7 +148,7 @@ def configurations(output: Path) -> dict:
         if earlier and name in earlier:
             try:
                 was = flatten(config_from_text(earlier[name], name))
-            except UserError as error:  # of a value that has left
+            except UserError as error:  # of a key or a value that has left
                 values[name] = str(error)
                 continue
             changed = [

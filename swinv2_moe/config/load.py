@@ -7,26 +7,21 @@ with the key, its value and the allowed values. A YAML file may be based on othe
 
 import ast
 import difflib
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from yacs.config import CfgNode
 
 from swinv2_moe.config.checks import check_config, check_settings, choices, order_words
-from swinv2_moe.config.retired import (
-    ONCE_BOOL,
-    RETIRED,
-    merged,
-    retired_keys,
-    shown,
-    translate,
-    warn_once,
-)
 from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
+
+_log = logging.getLogger(__name__)
 
 # The configuration files of this project. In a clone this is a link to configs/, in an installed
 # package a folder.
@@ -78,8 +73,8 @@ def load_config(
         values = _Files().values(find_config(file))
         if not values:
             raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
-    from_opts = _from_opts(opts)
-    given = translate(merged(values, from_opts))
+    from_opts = values_of(opts)
+    given = values | from_opts
     config = default_config()
     _lay_over(config, given)
     if data is not None and "DATA.PATH" not in from_opts:
@@ -121,6 +116,12 @@ def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
         )
 
 
+@cache
+def warn_once(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning("%s", line)
+
+
 def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNode:
     """The checked configuration from the YAML text of a checkpoint or single file, overridden by
     `opts` (KEY VALUE ...).
@@ -134,16 +135,15 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
         if not isinstance(content, dict):
             raise ValueError(f"expected KEY: VALUE lines, found {type(content).__name__}")
         values = _checked(content, default_config())
-        _lay_over(config, translate(values, told=()))
+        _lay_over(config, values)
         check_config(config)
     except (ValueError, UserError) as error:
         raise UserError(
             f"{source}: its configuration cannot be used ({one_line(str(error))})"
         ) from error
-    from_opts = _from_opts(opts)
+    from_opts = values_of(opts)
     if from_opts:
-        config = default_config()
-        _lay_over(config, translate(merged(values, from_opts), told=from_opts))
+        _lay_over(config, from_opts)
         check_config(config)
     order_words(config)
     config.freeze()
@@ -219,7 +219,7 @@ def as_opts(values: Mapping[str, object]) -> list[str]:
 
 def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
     """Override keys of a configuration by `opts` (KEY VALUE ...), in place. The combination of
-    values is not checked, and nobody is told of retired keys that have another name now.
+    values is not checked.
 
     Raises:
         UserError: an unknown key or a value of the wrong type.
@@ -230,11 +230,6 @@ def merge_opts(config: CfgNode, opts: Sequence[str]) -> None:
 def values_of(opts: Sequence[str]) -> dict[str, object]:
     """The values of `opts` (KEY VALUE ...) by key, in the types of the keys. Raises UserError as
     `merge_opts`."""
-    return translate(_from_opts(opts), told=())
-
-
-def _from_opts(opts: Sequence[str]) -> dict[str, object]:
-    """The values of KEY VALUE pairs, in the types of the keys."""
     if len(opts) % 2:
         raise UserError(f"--opts takes pairs of KEY VALUE; {opts[-1]!r} has no partner")
     values: dict[str, object] = {}
@@ -296,10 +291,10 @@ class _Files:
         values: dict[str, object] = {}
         self._open.append(path)
         for base in bases:
-            values = merged(values, self.values(file.parent / base))
+            values |= self.values(file.parent / base)
         self._open.pop()
         own = _checked(content, default_config(), source=f"config {file}: ")
-        self._values[path] = merged(values, own)
+        self._values[path] = values | own
         return self._values[path]
 
 
@@ -344,30 +339,24 @@ def _checked(
         source: the beginning of messages.
     """
     values = {}
-    retired = retired_keys()
     for key, value in content.items():
         if not isinstance(key, str):
             key = short(key)
         name = prefix + key
-        if name in retired:
-            values[name] = _coerce(name, value, retired[name].default, source)
-            continue
         if key not in group:
             name, value = _innermost(name, value)
             raise UserError(
                 f"{source}unknown key {one_line(name[:200])} (value"
-                f" {shown(value)}){nearest_key(name)}"
+                f" {short(value, 200)}){nearest_key(name)}"
             )
-        if name == ONCE_BOOL and str(value).lower() in ("true", "false"):
-            values[name] = str(value).lower() == "true"
-        elif not isinstance(group[key], CfgNode):
+        if not isinstance(group[key], CfgNode):
             values[name] = _coerce(name, value, group[key], source)
         elif isinstance(value, dict):
             values |= _checked(value, group[key], f"{name}.", source)
         else:
             keys = ", ".join(group[key])
             raise UserError(
-                f"{source}{name} is a group of keys ({keys}), not a value ({shown(value)})"
+                f"{source}{name} is a group of keys ({keys}), not a value ({short(value, 200)})"
             )
     return values
 
@@ -392,7 +381,7 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
         if isinstance(value, str) and name in choices():
             return value  # checked with the other values
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{source}{name} is {shown(value)}, it must fit into 64 bits")
+        raise UserError(f"{source}{name} is {short(value, 200)}, it must fit into 64 bits")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(default, list) and isinstance(value, (list, tuple)):
@@ -402,7 +391,7 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
         return [_coerce(f"{name}[{i}]", item, element, source) for i, item in enumerate(value)]
     if type(value) is not type(default):
         raise UserError(
-            f"{source}{name} is {shown(value)} ({type(value).__name__}), it must be of type"
+            f"{source}{name} is {short(value, 200)} ({type(value).__name__}), it must be of type"
             f" {type(default).__name__} like its default {default!r}"
         )
     return value
@@ -428,7 +417,7 @@ def _innermost(name: str, value: object) -> tuple[str, object]:
 
 
 def nearest_key(name: str) -> str:
-    """The end of a message about an unknown key: what became of it, or the nearest group or key.
+    """The end of a message about an unknown key: the nearest group or key.
 
     Letter case is ignored. A full name has precedence, then a usual word of other programs, then
     the last part of a name, first in the same group.
@@ -448,11 +437,6 @@ def nearest_key(name: str) -> str:
     if full_name in names:
         return f"; did you mean {full_name}?"
     known = _OTHER_WORDS.get(last, by_last_part.get(last))
-    for key, retired in RETIRED.items():
-        if full_name == key or (not known and key.endswith(f".{last}")):
-            if retired.moved_to:
-                return f"; {key} is a part of {retired.moved_to} now"
-            return f"; {key} is no key any more: {retired.became}"
     if known:
         return f"; did you mean {known}?"
     nearest = difflib.get_close_matches(full_name, sorted(names), n=1, cutoff=0.6)

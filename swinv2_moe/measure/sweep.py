@@ -37,7 +37,6 @@ from swinv2_moe.config import (
     load_config,
     resolve_batch_size,
 )
-from swinv2_moe.config.retired import RETIRED, translate
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded, read_json
 from swinv2_moe.measure.run_record import NotBegunError, RunRecord, read_run
@@ -61,7 +60,6 @@ class Variant:
     name: str
     base: Path
     opts: tuple[str, ...]  # KEY VALUE ...
-    without_effect: tuple[str, ...] = ()  # its own keys that earlier versions had
 
     def config(self, seed: int, data: str | None) -> CfgNode:
         """The configuration of a run on one process.
@@ -74,19 +72,6 @@ class Variant:
             return resolve_batch_size(load_config(self.base, opts, data), 1)
         except UserError as error:
             raise UserError(f"variant {self.name}: {error}") from error
-
-    def check_trainable(self) -> None:
-        """Check that every key of the variant has an effect. Finished runs of earlier versions are
-        shown without this check.
-
-        Raises:
-            UserError: it has none; the message names the key.
-        """
-        for key in self.without_effect:
-            raise UserError(
-                f"variant {self.name}: {key} is no key any more: {RETIRED[key].became}; without it"
-                " there is nothing to compare"
-            )
 
 
 @dataclass(frozen=True)
@@ -168,8 +153,6 @@ def _with_grid(variants: dict[str, object], content: object) -> dict[str, object
     """Each variant with each combination of the grid's values."""
     grid = _opts(content, "grid")
     for key, values in grid.items():
-        if key in RETIRED:
-            raise ValueError(f"grid.{key} is no key any more: {RETIRED[key].became}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"grid.{key} is {values!r}, it must be a list of values")
     if not grid:
@@ -208,27 +191,17 @@ def _variant(name: str, content: object, common: dict[str, object]) -> Variant:
         raise ValueError(f"variants.{name}.base is {base!r}, it must be a configuration file")
     if not Path(base).is_file():
         raise ValueError(f"variants.{name}.base {base}: no such file")
-    own = _opts(definition.get("opts", {}), f"variants.{name}.opts")
-    opts = common | own
+    opts = common | _opts(definition.get("opts", {}), f"variants.{name}.opts")
     if "SEED" in opts:
         raise ValueError(
             f"variants.{name}: SEED is in its opts, in the plan's or in a grid; the sweep sets it"
         )
-    without_effect = tuple(key for key, value in own.items() if _has_no_effect(key, value))
-    return Variant(name, Path(base), tuple(as_opts(opts)), without_effect)
-
-
-def _has_no_effect(key: str, value: object) -> bool:
-    """Whether an earlier version computed something else with this value, and this one does not."""
-    retired = RETIRED.get(key)
-    if retired is None or retired.moved_to or retired.shapes_weights:
-        return False  # `load_config` translates or refuses the last two
-    return value != retired.default and not translate({key: value})
+    return Variant(name, Path(base), tuple(as_opts(opts)))
 
 
 def _opts(content: object, where: str) -> dict[str, Any]:
     opts = _mapping(content, where)
-    known = flatten(default_config()).keys() | RETIRED.keys()
+    known = flatten(default_config())
     for key in opts:
         if key not in known:
             raise ValueError(f"{where}: unknown key {key}")

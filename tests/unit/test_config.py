@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from moe_core.parallel import ParallelStrategy, parse_strategy
 from swinv2_moe.config import config_from_text, default_config, flatten, load, load_config
 from swinv2_moe.config.load import merge_opts
 from swinv2_moe.errors import UserError
@@ -185,6 +186,44 @@ def test_keys_without_effect_are_refused_but_not_in_checkpoints(opts, says):
     written = default_config()
     merge_opts(written, opts)
     assert flatten(config_from_text(written.dump(), "checkpoint")) == flatten(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("r1 r2", "'r1 r2': strategy ('r1 r2') has two words for r"),
+        ("", "MODEL.MOE.STRATEGY is '': strategy ('') is empty"),
+        ("auto r0", "has words of a fixed strategy after 'auto'"),
+        ("auto linear", "has words of a fixed strategy after 'auto'"),
+        ("d0", "pipeline_degree (0) must be"),
+        ("r0 static", "r (0) must be 1 with exchange 'static'"),
+        ("r1 linaer", "all_to_all ('linaer') must be one of linear"),
+    ],
+)
+def test_a_strategy_that_cannot_be_meant(text, says):
+    assert says in fails("MODEL.MOE.STRATEGY", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "ordered"),
+    [
+        ("auto", "auto"),
+        ("auto n8", "auto n8"),
+        ("d2 r0", "r0 d2 linear"),
+        ("n4  static 2dh d2", "r1 d2 2dh static n4"),
+    ],
+)
+def test_equal_strategies_have_one_text(text, ordered):
+    opts = ["MODEL.MOE.STRATEGY", text]
+    assert flatten(load_config(None, opts))["MODEL.MOE.STRATEGY"] == ordered
+    assert flatten(config_from_text("", "run", opts))["MODEL.MOE.STRATEGY"] == ordered
+
+
+def test_a_strategy_is_read_as_it_is_written():
+    strategy = ParallelStrategy(1, 2, "2dh", 8, "static")
+    assert ParallelStrategy.parse(f"{strategy} n8") == strategy
+    assert parse_strategy("2dh n4 d2") == (ParallelStrategy(1, 2, "2dh", 4), 4)
+    assert parse_strategy("auto n8") == ("auto", 8)
 
 
 def test_mixup_that_is_off_needs_no_even_batch():
@@ -368,6 +407,13 @@ def test_a_configuration_of_a_checkpoint_that_cannot_be_used(text, says):
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_opts_override_saved_values():
+    config = config_from_text("SEED: 1\nPRINT_FREQ: 2\n", "run", ["SEED", "3"])
+    assert (config.SEED, config.PRINT_FREQ) == (3, 2)
+    with pytest.raises(UserError, match=r"^DATA\.BATCH_SIZE is 0"):
+        config_from_text("SEED: 1\n", "run", ["DATA.BATCH_SIZE", "0"])
 
 
 def test_a_file_without_keys_a_directory_and_a_detector_are_no_configurations(tmp_path):

@@ -285,11 +285,3 @@ def test_a_directory_of_timm(tmp_path):
     for name in (f"local-dir:{tmp_path}", str(tmp_path), f"{tmp_path}/model.safetensors"):
         assert local_file(name) == str(tmp_path / "model.safetensors")
         assert initial.settings_of_weights(name, 1).values == {"DATA.STD": [0.5] * 3}
-
-
-def test_a_run_whose_weights_would_compute_something_else(monkeypatch, tmp_path):
-    """Names and shapes of the weights are those of this version."""
-    meta = {"config": "MODEL: {MOE: {NORM: before_gate}}"}
-    monkeypatch.setattr(initial, "read_meta", lambda *_: meta)
-    with pytest.raises(UserError, match=r"MODEL\.MOE\.NORM \('before_gate'\) is no key any more"):
-        initial.settings_of_weights(str(tmp_path), 1)
