@@ -39,7 +39,6 @@ COMMANDS = {  # the help of each command
     "roofline": "phases of a step beside the machine's peaks",
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
     "sweep": "train variants with several seeds, and compare them",
-    "scaling": "sweep over batch sizes and optimisers, until a target",
     "quickstart": "digits, with experts and dense, in 3 minutes",
     "workflow": "from shards to few-shot evaluation",
     "configs": "the configurations that --cfg knows by name",
@@ -51,7 +50,6 @@ COMMANDS = {  # the help of each command
     "prepare-coco": "lay out and check COCO",
     "prepare-imagenet": "unpack and check ImageNet",
 }
-RENAMED = {"ablate": "sweep"}  # old names, for one release
 # Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
 # that start other commands leave the choice to them.
 CHOOSE_THREADS = {
@@ -69,7 +67,6 @@ CHOOSE_THREADS = {
 
 def run(name: str) -> None:
     """Run a command with the arguments in `sys.argv`. Errors are handled as in `run_command`."""
-    name, old_name = RENAMED.get(name, name), name
     # torch's C++ code logs a backtrace for each failed attempt to reach another rank; run_command
     # prints what failed in one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,8 +79,6 @@ def run(name: str) -> None:
             stream.reconfigure(errors="backslashreplace")
     from swinv2_moe.commands.call import run_command  # here, since --version does not need it
 
-    if name != old_name and "_ARGCOMPLETE" not in os.environ:
-        print_lines(f"`{old_name}` is now `{name}`", file=sys.stderr)
     run_command(lambda: import_module(f"swinv2_moe.commands.{name.replace('-', '_')}").main())
 
 
@@ -99,7 +94,7 @@ def main() -> None:
         print_lines(f"swinv2-moe {version('swinv2-moe')}")
         return
     name = words[0].replace("_", "-")
-    if name not in COMMANDS and name not in RENAMED:
+    if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = "; `swinv2-moe --help` lists them"
         if nearest:

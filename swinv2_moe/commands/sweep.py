@@ -33,33 +33,21 @@ from swinv2_moe.output import print_lines
 if TYPE_CHECKING:
     from swinv2_moe.measure.sweep import SweepPlan, Variant
 
-_REMOVED = {  # options of `ablate`, with what does their work
-    "--measure": "`swinv2-moe show-routing RUN` measures class bits; commit d7f9e26 is the last"
-    " that measures the routers' gradients",
-    "--speed": "`swinv2-moe throughput` measures inference",
-}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-class _Removed(argparse.Action):
-    """An option of `ablate`. Its message comes before that of missing options."""
-
-    def __call__(self, *_) -> None:
-        option = self.option_strings[0]
-        raise UserError(f"{option} has been removed: {_REMOVED[option]}")
 
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    for option in _REMOVED:
-        parser.add_argument(option, nargs="?", action=_Removed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--plan", required=True, metavar="FILE", help="a YAML file of variants and seeds"
     )
     parser.add_argument("--stage", metavar="NAME", help="a stage of the plan")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants to train")
     parser.add_argument("--seeds", type=int, metavar="N", help="in place of the plan's")
-    add_run_arguments(parser)
+    parser.add_argument("--data", metavar="DIR", help="the data set to train on (DATA.PATH)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of all runs")
+    parser.add_setting("--jobs", 1, "runs side by side", "N")
+    parser.add_argument("--table", action="store_true", help="only print the table so far")
     parser.add_argument("--transfer", metavar="DIR", help="data set of the 5-shot accuracy")
     parser.add_setting("--images", 2000, "validation images for the class bits", "N")
     args = parser.parse_args()
@@ -68,13 +56,6 @@ def parse() -> argparse.Namespace:
         if value < 1:
             raise UserError(f"--{option} is {value}, it must be at least 1")
     return args
-
-
-def add_run_arguments(parser: CommandParser) -> None:
-    parser.add_argument("--data", metavar="DIR", help="the data set to train on (DATA.PATH)")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of all runs")
-    parser.add_setting("--jobs", 1, "runs side by side", "N")
-    parser.add_argument("--table", action="store_true", help="only print the table so far")
 
 
 def run_variant(
@@ -103,7 +84,7 @@ def run_variant(
     if args.transfer and needs_few_shot(directory / FEW_SHOT, args.transfer):
         file = directory / FEW_SHOT
         jobs.run(log, "few-shot", *words, "--data", args.transfer, "--shots", 5, "--output", file)
-    if args.images and needs_routing(directory, args.images):
+    if needs_routing(directory, args.images):
         folder = (directory / ROUTING).parent
         jobs.run(log, "show-routing", *words, "--limit", args.images, "--output", folder)
 
@@ -131,11 +112,9 @@ def needs_few_shot(file: Path, data: str) -> bool:
 def needs_routing(directory: Path, images: int) -> bool:
     """Whether a run has experts whose class bits are not measured yet on this number of images."""
     from swinv2_moe.measure.run_record import read_run
-    from swinv2_moe.measure.sweep import MEASURED, ROUTING, read_optional
+    from swinv2_moe.measure.sweep import ROUTING, read_optional
 
     if read_optional(directory / ROUTING).get("limit") == images:
-        return False
-    if read_optional(directory / MEASURED).get("images") == images:
         return False
     steps = read_run(directory, needs_steps=False).steps
     return bool(steps and steps[-1].get("moe_layers"))

@@ -44,7 +44,6 @@ from swinv2_moe.output import printable
 
 FEW_SHOT = "few_shot.json"
 ROUTING = Path("routing", "routing.json")
-MEASURED = "measured.json"  # of `ablate`, the sweep of earlier versions: class bits
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _PLAN_KEYS = ("control", "seeds", "opts", "variants", "grid", "stages")
 _STAGE_KEYS = ("seeds", "opts", "variants")
@@ -279,7 +278,7 @@ class Run:
     seed: int
     record: RunRecord
     few_shot: dict
-    routing: dict  # of ROUTING, or MEASURED
+    routing: dict  # of ROUTING
 
     @property
     def summary(self) -> dict:
@@ -303,7 +302,7 @@ class Run:
     def class_bits(self) -> float | None:
         """Mutual information in bits of expert and class above chance, the mean over the layers."""
         if "layers" not in self.routing:
-            return self.routing.get("class_bits")  # MEASURED
+            return None
         bits = []
         for layer in self.routing["layers"].values():
             bits.append(layer["bits"]["class"] - layer["bits"]["class_by_chance"])
@@ -383,7 +382,7 @@ def _read(directory: Path, seed: int) -> Run | None:
     except NotBegunError:
         return None
     few_shot = read_optional(directory / FEW_SHOT)
-    routing = read_optional(directory / ROUTING) or read_optional(directory / MEASURED)
+    routing = read_optional(directory / ROUTING)
     return Run(seed, record, few_shot, routing)
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from torch.distributed.run import get_args_parser
 
-from swinv2_moe.commands import COMMANDS, RENAMED
+from swinv2_moe.commands import COMMANDS
 from swinv2_moe.config import load_config
 from swinv2_moe.config.load import find_config
 
@@ -113,7 +113,7 @@ def problems(line: str) -> list[str]:
     if words[0] != "swinv2-moe" or len(words) == 1 or words[1] == "VERB":
         return []
     _, verb, *rest = words
-    if verb not in {**COMMANDS, **RENAMED}:
+    if verb not in COMMANDS:
         return [verb]
     depth = {"detect": 1, "convert-checkpoint": 2}.get(verb, 0)
     if rest[:1] == ["inspect"]:
@@ -148,8 +148,7 @@ def test_reasons_are_needed_and_most_commands_run():
 def test_the_tutorial_names_every_command():
     text = "\n".join(lines(ROOT / "docs" / "tutorial" / "first-model.md"))
     # elsewhere, or part of others
-    absent = "quickstart workflow convert-checkpoint plan-cluster detect sweep ablate scaling"
-    absent += " compress"
+    absent = "quickstart workflow convert-checkpoint plan-cluster detect sweep compress"
     tools = {tool.stem.replace("_", "-") for tool in (ROOT / "tools").glob("*.py")}
     assert tools - set(absent.split()) <= set(re.findall(r"swinv2-moe ([\w-]+)", text))
 

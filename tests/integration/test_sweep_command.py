@@ -1,4 +1,4 @@
-"""tools/sweep.py: tiny runs, what is not repeated, its old names, and refusals in one line."""
+"""tools/sweep.py: tiny runs, what is not repeated, and refusals in one line."""
 
 import json
 import os
@@ -14,28 +14,28 @@ import pytest
 import yaml
 from tool_cases import ROOT, assert_one_line, command
 
-from swinv2_moe.commands import main
-from swinv2_moe.commands import scaling as scaling_command
 from swinv2_moe.commands.sweep import Jobs, needs_few_shot, needs_routing, run_variant
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.sweep import ROUTING, Variant
 
-DIGITS = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
-SMALL = (
-    "--opts TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 MODEL.SWINV2.EMBED_DIM 16"
-    " MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[],[0]] DATA.NUM_WORKERS 0"
-    " TRAIN.WARMUP_LR 0 TRAIN.MIN_LR 0"
-)
+UNTIL_TARGET = {
+    "TRAIN.TARGET_TOP1": 5,
+    "TRAIN.NOISE_SCALE_FREQ": 5,
+    "PRINT_FREQ": 5,
+    "TRAIN.EPOCHS": 1,
+    "TRAIN.WARMUP_EPOCHS": 0,
+    "TRAIN.WARMUP_LR": 0,
+    "TRAIN.MIN_LR": 0,
+    "MODEL.SWINV2.EMBED_DIM": 16,
+    "MODEL.SWINV2.DEPTHS": [1, 1, 1],
+    "MODEL.MOE.BLOCKS": [[], [], [0]],
+    "DATA.NUM_WORKERS": 0,
+}
 
 
 @pytest.fixture
 def sweep(monkeypatch, capsys):
     return command("sweep", monkeypatch, capsys)
-
-
-@pytest.fixture
-def scaling(monkeypatch, capsys):
-    return command("scaling", monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_results_of_other_options_are_not_kept(tmp_path, runs):
 
 
 def test_a_training_that_was_told_to_stop_is_not_done(tmp_path):
-    args = SimpleNamespace(data=None, transfer=None, images=0)
+    args = SimpleNamespace(data=None, transfer=None)
     jobs = SimpleNamespace(run=lambda *words: None)  # it ended with status 0
     with pytest.raises(UserError, match="adamw-batch8-seed0: the training was told to stop"):
         run_variant(Variant("adamw-batch8", Path("a.yaml"), ()), 0, tmp_path, args, jobs)
@@ -188,6 +188,11 @@ BAD_PLANS = {
     "unknown stage": ({}, ["--stage", "last"], "no stage 'last'"),
     "missing base": ({"variants": {"dense": {"base": "no.yaml"}}}, [], "base no.yaml: no such"),
     "unknown key": ({"opts": {"TRAIN.EPOCH": 1}}, [], "opts: unknown key TRAIN.EPOCH"),
+    "invalid value": (
+        {"opts": {"TRAIN.OPTIMIZER.NAME": "adma"}},
+        [],
+        "variant dense: TRAIN.OPTIMIZER.NAME is 'adma'",
+    ),
     "unknown setting": ({"variant": {}}, [], "unknown key 'variant'"),
     "no jobs": ({}, ["--jobs", 0], "--jobs is 0"),
 }
@@ -213,61 +218,34 @@ def test_the_table_before_any_run(sweep, plan, tmp_path):
     assert "the control (dense) has no finished run yet" in finished.out
 
 
-def test_the_old_name_of_a_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["swinv2-moe", "ablate", "--jobs", "1"])
-    with pytest.raises(SystemExit):
-        main()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "`ablate` is now `sweep`"
-    assert "arguments are required: --plan, --output" in lines[-1]
-
-
-@pytest.mark.parametrize("key", ["DATA.GLOBAL_BATCH_SIZE", "TRAIN.ACCUMULATION_STEPS"])
-def test_a_batch_size_counts_the_images_of_a_step(key):
-    """Whatever the configuration says of the batch."""
-    args = SimpleNamespace(cfg=DIGITS[1], opts=[key, "4"], target=5.0, seeds=1)
-    args.batch_sizes, args.optimizers = [32, 32], ["adamw", "adamw"]
-    plan = scaling_command.read_plan(args)
-    config = plan.variants["adamw-batch32"].config(0, None)
-    assert len(plan.variants) == 1
-    assert config.DATA.BATCH_SIZE * config.TRAIN.ACCUMULATION_STEPS == 32
-
-
-def test_batch_sizes_and_optimisers_until_a_target(scaling, quick_jobs, tmp_path):
-    sizes = "--batch-sizes 256 --optimizers adamw lamb=0.1"
-    words = [*DIGITS, "--target 5", sizes, "--output", tmp_path]
-    done = scaling(*words, SMALL)
+def test_batch_sizes_and_optimisers_until_a_target(sweep, quick_jobs, plan, tmp_path):
+    base, output = str(ROOT / "configs" / "quickstart_digits.yaml"), tmp_path / "out"
+    lamb = {"TRAIN.OPTIMIZER.NAME": "lamb", "TRAIN.BASE_LR": 0.1}
+    content = {
+        "control": "adamw-256",
+        "opts": UNTIL_TARGET,
+        "variants": {"adamw": {"base": base}, "lamb": {"base": base, "opts": lamb}},
+        "grid": {"DATA.GLOBAL_BATCH_SIZE": [256]},
+    }
+    arguments = ["--plan", plan(**content), "--output", output, "--images", 8]
+    done = sweep(*arguments)
     assert done.status == 0, done.err
-    results = json.loads((tmp_path / "results.json").read_text())["variants"]
-    assert list(results) == ["adamw-batch256", "lamb-0.1-batch256"]
+    results = json.loads((output / "results.json").read_text())["variants"]
+    assert list(results) == ["adamw-256", "lamb-256"]
     for name, columns in results.items():
         assert columns["epochs to target"]["mean"] == 1  # five percent is less than chance
-        summary = json.loads((tmp_path / f"{name}-seed0" / "summary.json").read_text())
+        summary = json.loads((output / f"{name}-seed0" / "summary.json").read_text())
         assert columns["top-1, %"]["mean"] == summary["val_top1"]
         assert columns["noise scale, images"]["mean"] >= 0
     assert done.out.count(" 1 of 1 |") == 2
 
-    stamps = {file: os.stat(file).st_mtime_ns for file in tmp_path.glob("*/summary.json")}
-    assert scaling(*words, SMALL).status == 0
+    stamps = {file: os.stat(file).st_mtime_ns for file in output.glob("*/summary.json")}
+    assert sweep(*arguments).status == 0
     assert stamps == {file: os.stat(file).st_mtime_ns for file in stamps}
-    more = scaling(*words, "--seeds 2 --table", SMALL)
+    more = sweep(*arguments, "--seeds", 2, "--table")
     assert (more.status, more.out.count(" 1 of 1 |")) == (0, 2)
     # what the runs recorded is of their own target
-    other = scaling(*DIGITS, "--target 99", sizes, "--output", tmp_path, "--table", SMALL)
-    assert other.status == 2
-    assert "run has TRAIN.TARGET_TOP1 5.0, variant adamw-batch256 now has 99.0" in other.err
-
-
-BAD_SIZES = {
-    "--target 0 --batch-sizes 8": "--target is 0, it must be a percentage",
-    "--target 9 --batch-sizes 0": "--batch-sizes is 0, it must be at least 1",
-    "--target 9 --batch-sizes 8 --optimizers adma": "TRAIN.OPTIMIZER.NAME is 'adma'",
-    "--target 9 --batch-sizes 8 --optimizers lamb=fast": "TRAIN.BASE_LR",
-}
-
-
-@pytest.mark.parametrize("words", BAD_SIZES)
-def test_sizes_that_cannot_be_used(scaling, tmp_path, words):
-    done = scaling(*DIGITS, words, "--output", tmp_path / "new")
-    assert (done.status, done.out) == (2, "")
-    assert BAD_SIZES[words] in done.err.splitlines()[-1]
+    plan(**content | {"opts": UNTIL_TARGET | {"TRAIN.TARGET_TOP1": 99}})
+    assert_one_line(
+        sweep(*arguments), "run has TRAIN.TARGET_TOP1 5.0, variant adamw-256 now has 99.0"
+    )

@@ -1,13 +1,11 @@
 """Intervals, paired differences, the comparison at equal MACs and equal time, what counts until a
 target, names and grids of a plan."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from swinv2_moe.commands.sweep import needs_routing, parse
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.sweep import (
     Run,
@@ -171,15 +169,3 @@ def test_lists_in_a_grid_are_named_by_their_numbers(write_plan):
 def test_a_grid_with_a_value_twice_is_refused(write_plan):
     with pytest.raises(UserError, match="grid: two variants have the name '8-1'"):
         read_plan(with_grid(write_plan("8-1", "[8-1]"), "{SEED: [1, 1]}"))
-
-
-def test_class_bits_of_earlier_versions_are_read(tmp_path):
-    (tmp_path / "measured.json").write_text('{"images": 2000, "class_bits": 0.5}')
-    assert not needs_routing(tmp_path, 2000)
-    assert replace(run(0, [1.0]), routing={"images": 2000, "class_bits": 0.5}).class_bits == 0.5
-
-
-def test_options_that_were_removed_are_named(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["ablate", "--measure", "RUN"])
-    with pytest.raises(UserError, match=r"^--measure has been removed: `swinv2-moe show-routing"):
-        parse()
