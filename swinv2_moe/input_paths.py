@@ -104,11 +104,25 @@ def _check_dataset(config: CfgNode) -> None:
         _check_directory(path)
     if data.DATASET in ("folder", "imagenet"):
         _check_is_no_split(data.PATH, path)
+        _check_is_apart(config.OUTPUT, data.PATH, path)
     if dataset.needs_lists:
         for key in ("TRAIN_LIST", "VAL_LIST"):
             file = data[key]
             if not os.path.exists(file) and not os.path.exists(os.path.join(path, file)):
                 raise UserError(f"DATA.{key} is {file!r}: no such file")
+
+
+def _check_is_apart(output: str, name: str, path: str) -> None:
+    """Raise UserError for a run directory among the class folders."""
+    folders = [path]
+    if os.path.isdir(os.path.join(path, "train")):
+        folders = [os.path.join(path, split) for split in _SPLITS]
+    parents = {Path(output).resolve(), *Path(output).resolve().parents}
+    if parents & {Path(folder).resolve() for folder in folders}:
+        raise UserError(
+            f"--output {output}: lies among the class folders of --data {name}; name a directory"
+            " outside of them"
+        )
 
 
 def _check_directory(path: str) -> None:

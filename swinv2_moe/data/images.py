@@ -274,6 +274,7 @@ class FoundImages(NamedTuple):
 
     decoded: list[str]  # paths with an ending in SUFFIXES
     left_out: list[str]  # paths with an ending in NOT_DECODED
+    others: list[str]  # paths of other files
 
 
 def is_skipped(name: str) -> bool:
@@ -294,7 +295,7 @@ def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages
     Raises:
         UserError: a folder cannot be read.
     """
-    found = FoundImages([], [])
+    found = FoundImages([], [], [])
     for directory, names in sorted(_files_below(folder, apart)):
         for name in names:
             ending = os.path.splitext(name)[1].lower()
@@ -302,6 +303,8 @@ def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages
                 found.decoded.append(os.path.join(directory, name))
             elif ending in NOT_DECODED:
                 found.left_out.append(os.path.join(directory, name))
+            else:
+                found.others.append(os.path.join(directory, name))
     return found
 
 

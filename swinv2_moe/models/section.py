@@ -343,8 +343,9 @@ class ModelConfig:
     )
     pretrained: str = option(
         "",
-        "a run or checkpoint of this project; a `.safetensors` or `.pth` file; a directory in"
-        " timm's form; or a name: `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`",
+        "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
+        " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
+        " `hf-hub:OWNER/NAME`",
     )
     upcycle: str = option(
         "",

@@ -135,7 +135,7 @@ def load_dense(
     dense |= rank_experts(dense, model)  # for a file of a model with experts
     layers = moe_layers(model)
     if upcycle:
-        _check_upcycling(layers, name)
+        _check_upcycling(layers, dense, name)
     ffns = _pop_ffns(dense, layers)
     if upcycle:
         for target, tensor in ffns.items():
@@ -163,8 +163,11 @@ def load_dense(
     return kept
 
 
-def _check_upcycling(layers: dict[str, MoELayer], source: str) -> None:
-    """Raise UserError for gated experts: they have three weights, a dense FFN has two."""
+def _check_upcycling(layers: dict[str, MoELayer], dense: dict[str, Tensor], source: str) -> None:
+    """Raise UserError for weights that have experts, and for gated experts: they have three
+    weights, a dense FFN has two."""
+    if any(".moe.experts." in key for key in dense):
+        raise UserError(f"{source}: has experts; MODEL.UPCYCLE makes experts of dense weights")
     for name, layer in layers.items():
         if layer.config.gated:
             raise UserError(

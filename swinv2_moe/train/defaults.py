@@ -124,6 +124,10 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
         UserError: the folder cannot be trained on, weights that do not exist, or as `load_config`.
     """
     given = values_of(opts)
+    if given.get("DATA.PATH", data) != data:
+        raise UserError(
+            f"DATA.PATH is {given['DATA.PATH']!r} and --data {data!r}: give one of them"
+        )
     pictures = look(data, given)
     weights = choose_weights(given)
     chosen, lines = apply_rules(pictures, weights, given)
@@ -227,7 +231,7 @@ def _sizes(data: str, sources: Sources, bad_share: float) -> tuple[int, int]:
             continue
         widths.append(width)
         heights.append(height)
-    if len(unreadable) > bad_share * count:
+    if len(unreadable) > bad_share * count or not widths:
         raise UserError(
             f"--data {data}: {len(unreadable)} of {count} pictures that were looked at cannot be"
             f" read, the first: {one_line(unreadable[0])}; remove them, or raise DATA.MAX_BAD_SHARE"
@@ -270,6 +274,11 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     experts = "dense"
     if trained.MODEL.MOE.NUM_EXPERTS:
         experts = f"{trained.MODEL.MOE.NUM_EXPERTS} experts"
+        if upcycle:
+            raise UserError(
+                f"MODEL.UPCYCLE is {upcycle!r}: it makes experts of dense weights, and"
+                f" MODEL.PRETRAINED {name} has {experts}"
+            )
     size = trained.DATA.IMG_SIZE
     return Weights(
         name, keys, f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"

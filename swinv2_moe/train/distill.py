@@ -28,6 +28,7 @@ from torch import Tensor
 from moe_core.files import open_regular, try_lock
 from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import Data, training_loader
+from swinv2_moe.data.classes import are_numbers
 from swinv2_moe.data.sources import Source
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
@@ -143,6 +144,7 @@ class Distillation:
         self.batch_size = _BATCH[world.device.type]
         self.config = teacher.data_config(config.data, self.batch_size)
         self.dataset = data.train_loader.dataset
+        self.class_names = data.class_names
         # columns of the teacher's output that the model has; None: all
         self.columns: Tensor | None = None
         all_classes = config.train.distill.classes == "teacher"
@@ -270,6 +272,10 @@ class Distillation:
         columns = ""
         if self.columns is not None:
             columns = f", {len(self.columns):,} of them are the data's"
+            first = self.columns.tolist()[0]
+            theirs, ours = teacher.class_names[first], self.class_names[0]
+            if are_numbers(teacher.class_names) and theirs != ours:
+                columns += f", matched by number: class {first} is {theirs!r} there, {ours!r} here"
         return (
             f"teacher {teacher.name}: {len(teacher.class_names):,} classes{columns}, images of"
             f" {teacher.img_size} pixels; {views}, cache {cache.folder}"

@@ -340,7 +340,7 @@ class Progress:
             top1: accuracy in percent.
 
         Returns:
-            Whether this is the best accuracy so far.
+            Whether no accuracy so far is better.
         """
         self.validated_step = self.step
         if self.epoch_step == self.steps_per_epoch:
@@ -348,7 +348,7 @@ class Progress:
             self.epoch_step = 0
             self.epoch_loss = 0.0
             self.epoch_losses = 0
-        is_best = top1 > self.best_top1
+        is_best = top1 >= self.best_top1  # of equals the later one, with a lower learning rate
         self.best_top1 = max(self.best_top1, top1)
         self.last_top1 = top1
         return is_best

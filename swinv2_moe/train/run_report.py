@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from moe_core import measured_forms, moe_layers
+from swinv2_moe.config import config_from_text
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.models import Complexity
@@ -61,6 +62,12 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     ages = source.expert_ages()
     if ages:
         lines.append(ages)
+    before = config_from_text(source.meta["config"], f"checkpoint {source.directory}").DATA.PATH
+    if before != trainer.config.data.path:
+        lines.append(
+            f"warning: DATA.PATH was {before!r} and is {trainer.config.data.path!r}: accuracies"
+            " until now, and the best one, are of the former images"
+        )
     if progress.to_target.target and "time_to_target" not in source.meta["training"]:
         lines.append(
             "the checkpoint does not have the duration of the run: the time to the target counts"

@@ -127,6 +127,12 @@ def test_paths_of_a_training_are_checked_first(tmp_path, monkeypatch):
     assert refusal(data=images / "train" / "cat").endswith(f"use --data {images}")
     assert "no such directory" in refusal(data=tmp_path / "gone")
     assert "already holds a run" in refusal(output=tmp_path / "run")
+    assert refusal(output=images / "val" / "run").endswith(
+        f"among the class folders of --data {images}; name a directory outside of them"
+    )
+    assert "lies among the class folders" in refusal(data=tmp_path, output=tmp_path / "a" / "new")
+    beside = load_config(None, [], str(images), str(images / "output"))
+    check_training(beside, None)  # beside train/ and val/
     assert "RUN gone: no such directory" in refusal(resume="gone")
     assert "holds no checkpoint" in refusal(resume=str(images))
     assert refusal(resume=str(tmp_path)).endswith(f"; runs in it: {tmp_path / 'run'}")

@@ -6,6 +6,7 @@ N images
 import glob
 import hashlib
 import os
+import unicodedata
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,15 @@ from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 
 VALIDATION_FOLDERS = ("val", "validation", "valid", "test")
+# Other names of such folders, in small letters, which are no classes
+_OTHER_NAMES = {
+    "train": "train",
+    "training": "train",
+    "training_set": "train",
+    "train_set": "train",
+}
+_OTHER_NAMES |= dict.fromkeys((*VALIDATION_FOLDERS, "testing", "test_set", "testing_set"), "val")
+_OTHER_NAMES |= dict.fromkeys(("validation_set", "val_set"), "val")
 
 
 @register_dataset("folder")
@@ -94,9 +104,10 @@ def _split_folders(config: DataConfig, hint: str) -> tuple[str, str | None]:
     has_train = os.path.isdir(train)
     if name is not None and (has_train or config.validation_only):
         return train, os.path.join(root, name)
-    if name is None and has_train and config.val_split:
-        return train, None
     is_flat = name is None and not has_train and bool(subfolders(root))
+    _check_names(root, has_train, name)
+    if has_train and name is None and config.val_split:
+        return train, None
     if is_flat and config.val_split:
         return root, None
     if is_flat and config.validation_only:
@@ -111,6 +122,19 @@ def _split_folders(config: DataConfig, hint: str) -> tuple[str, str | None]:
         f"DATA.PATH is {root!r}: it has no {names} folder; found:"
         f" {content_of(root)}{_next_step(root, has_train, is_flat)}{hint}"
     )
+
+
+def _check_names(root: str, has_train: bool, validation: str | None) -> None:
+    """Raise UserError if train/ or the folder of validation images is missing and is there under
+    another name, such as Training/."""
+    renamed = []
+    for name in subfolders(root):
+        meant = _OTHER_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), "")
+        missing = (meant == "train" and not has_train) or (meant == "val" and validation is None)
+        if missing and name not in VALIDATION_FOLDERS and subfolders(os.path.join(root, name)):
+            renamed.append(f"{printable(name)}/ to {meant}/")
+    if renamed and (has_train or any(line.endswith("train/") for line in renamed)):
+        raise UserError(f"DATA.PATH is {root!r}: rename {' and '.join(renamed)}")
 
 
 def _next_step(root: str, has_train: bool, is_flat: bool) -> str:
@@ -209,10 +233,16 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
         missing = sorted(set(classes) - set(others))
         if missing:
             differences.append(f"only in {split}/: {shortened(missing)}")
+    if sorted(map(_composed, train)) == sorted(map(_composed, val)):
+        differences.append("these are equal, but with accents in another Unicode form: rename one")
     raise UserError(
         f"DATA.PATH is {root!r}: train/ has {len(train)} class folders and {name}/ {len(val)},"
         f" they must be the same ({'; '.join(differences)})"
     )
+
+
+def _composed(name: str) -> str:
+    return unicodedata.normalize("NFC", name)
 
 
 def _image_files(
@@ -228,8 +258,11 @@ def _image_files(
     # One array for each class, because a list of millions of strings would take gigabytes.
     paths = []
     left_out = []
+    others: list[str] = []  # files of folders that have more of them than images
     for folder in own_folders.values():
         found = find_images(folder, apart)
+        if len(found.others) > len(found.decoded):
+            others += found.others
         encoded = [os.fsencode(path.removeprefix(prefix)) for path in found.decoded]
         paths.append(np.array(encoded, bytes))
         left_out += found.left_out
@@ -238,6 +271,10 @@ def _image_files(
     if left_out:
         notes.append(f"warning: {left_out_line(left_out)}")
         hint = f"; {left_out_line(left_out)}"
+    if others:
+        line = f"{len(others):,} files without an image's ending; the first: {printable(others[0])}"
+        notes.append(f"warning: files left out: {line}")
+        hint += f"; {line}"
     loose = find_images(split, apart).decoded
     if loose:
         notes.append(

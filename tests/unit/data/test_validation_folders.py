@@ -3,6 +3,7 @@ train/ that nothing decodes."""
 
 import os
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -61,6 +62,53 @@ def test_class_folders_that_differ_name_the_folder(load, root):
     os.rename(root / "val", root / "valid")
     os.rename(root / "valid" / "cat", root / "valid" / "cow")
     with pytest.raises(UserError, match=r"valid/ 2, .*only in train/: cat; only in valid/: cow"):
+        load()
+
+
+def test_names_in_another_unicode_form(load, root):
+    for split, form in (("train", "NFC"), ("val", "NFD")):
+        os.rename(root / split / "cat", root / split / unicodedata.normalize(form, "kätzchen"))
+    with pytest.raises(UserError, match=r"equal, but with accents in another Unicode form: rename"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("folders", "says"),
+    [
+        (("Training", "Testing"), "rename Testing/ to val/ and Training/ to train/"),
+        (("Train", "Val"), "rename Train/ to train/ and Val/ to val/"),
+        (("Training Set", "val"), "rename Training Set/ to train/"),
+        (("train", "Test-Set"), "rename Test-Set/ to val/"),
+    ],
+)
+def test_folders_that_are_no_classes(load, root, folders, says):
+    for old, new in zip(("train", "val"), folders, strict=True):
+        os.rename(root / old, root / new)
+    split = {} if "val" in folders else {"DATA.VAL_SPLIT": 0.2}
+    with pytest.raises(UserError) as error:
+        load(split)
+    assert str(error.value) == f"DATA.PATH is '{root}': {says}"
+
+
+def test_classes_with_such_names(load, root):
+    shutil.rmtree(root / "val")
+    for label in ("cat", "dog"):
+        os.rename(root / "train" / label, root / f"{label}s")
+    os.rename(root / "cats", root / "Training")
+    shutil.rmtree(root / "train")
+    assert load({"DATA.VAL_SPLIT": 0.2}).class_names == ["Training", "dogs"]
+
+
+def test_files_without_the_ending_of_an_image(load, root):
+    folder = root / "train" / "cat"
+    for number in range(12):
+        os.rename(folder / f"{number}.png", folder / f"{number}")
+    (root / "train" / "dog" / "notes.txt").touch()  # few such files need no line
+    line = f"warning: files left out: 12 files without an image's ending; the first: {folder}/0"
+    assert load().notes == (line,)
+    for number in range(12, 20):
+        os.rename(folder / f"{number}.png", folder / f"{number}")
+    with pytest.raises(UserError, match=r"hold no image: cat; 20 files without an image's ending"):
         load()
 
 

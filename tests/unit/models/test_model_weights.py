@@ -48,6 +48,11 @@ def test_strict_loading_is_all_or_nothing(experts, make_model):
     assert_unchanged(model, state)
 
 
+def test_upcycling_needs_dense_weights(make_model):
+    with pytest.raises(UserError, match=r"has experts; MODEL\.UPCYCLE makes experts of dense"):
+        load_dense(make_model(4), values(make_model(4)), upcycle=True)
+
+
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_upcycling_puts_the_dense_ffn_into_every_expert(pre_norm, make_model):
     dense, model = make_model(pre_norm=pre_norm), make_model(4, pre_norm=pre_norm, seed=1)

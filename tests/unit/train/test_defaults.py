@@ -195,6 +195,19 @@ def test_pictures_that_cannot_be_read(tmp_path):
     assert "9 x 9" in found.lines[0]
 
 
+def test_a_share_of_bad_pictures_that_allows_all(tmp_path):
+    write(tmp_path, {"cat": 5, "dog": 5})
+    for path in tmp_path.glob("*/*.png"):
+        path.write_bytes(b"no picture")
+    assert "8 of 8 pictures" in message(tmp_path, "DATA.MAX_BAD_SHARE", "1.0")
+
+
+def test_two_folders_of_data(tmp_path):
+    write(tmp_path / "a", {"cat": 5, "dog": 5})
+    text = message(tmp_path / "a", "DATA.PATH", str(tmp_path / "b"))
+    assert text == f"DATA.PATH is '{tmp_path}/b' and --data '{tmp_path}/a': give one of them"
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     for name in ("train", "val"):
         write(tmp_path / name, {"cat": 3, "dog": 3})
@@ -250,6 +263,19 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     experts = choose(photos, [*opts, "MODEL.UPCYCLE", "weights"]).config
     assert experts.MODEL.MOE.NUM_EXPERTS == 8
     assert experts.MODEL.MOE.BLOCKS == [[], [], [1, 3, 5], [1]]
+
+
+@pytest.mark.parametrize("upcycle", ["weights", "clusters"])
+def test_experts_are_made_of_dense_weights(tmp_path, upcycle):
+    write(tmp_path / "photos", {"cat": 5, "dog": 5})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("MODEL: {MOE: {NUM_EXPERTS: 4, BLOCKS: [[], [], [1], []]}}\n")
+    text = message(tmp_path / "photos", "MODEL.PRETRAINED", str(run), "MODEL.UPCYCLE", upcycle)
+    assert text == (
+        f"MODEL.UPCYCLE is '{upcycle}': it makes experts of dense weights, and MODEL.PRETRAINED"
+        f" {run} has 4 experts"
+    )
 
 
 def test_a_file_of_timm_with_its_description_beside_it(tmp_path):

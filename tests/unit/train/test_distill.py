@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from swinv2_moe.config import all_sections
 from swinv2_moe.data.build import build_data
+from swinv2_moe.data.classes import match_all
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.train import distill, teacher
@@ -314,6 +316,25 @@ def test_classes_of_the_data_and_of_the_teacher(config_of, colours, tmp_path):
         sources, note = deployed.aligned(load_sources(deployed.data))
     assert set(sources.val.targets.tolist()) == {1, 2}
     assert note == "1 of 3 classes of the checkpoint are not in the data: green"
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "says"),
+    [
+        ("01", "ab", "matched by number: class 0 is '0' there, 'a' here"),
+        ("01", "10", None),
+        ("bca", "ab", None),
+    ],
+)
+def test_classes_that_are_matched_by_number_are_said(trained, names, says):
+    columns = torch.tensor(match_all(list(trained), list(names), "teacher"))
+    teacher = SimpleNamespace(name="run", class_names=list(trained), img_size=8)
+    cache = SimpleNamespace(folder="cache", total_bytes=lambda: 0)
+    of_run = SimpleNamespace(teacher=teacher, cache=cache, views=1)
+    of_run.columns, of_run.class_names = columns, list(names)
+    line = Distillation.headline(of_run)
+    assert ("by number" in line) == bool(says)
+    assert (says or "") in line
 
 
 def test_a_model_of_all_classes_knows_those_of_the_data_by_name(config_of, colours, tmp_path):

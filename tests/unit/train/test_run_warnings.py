@@ -35,6 +35,18 @@ def test_a_loss_far_above_its_start():
     )
 
 
+def test_a_run_that_goes_on_with_other_images(make_config, tmp_path, capsys):
+    config = make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 1})
+    train(config)
+    capsys.readouterr()
+    train(make_config(tmp_path / "run", {"TRAIN.MAX_STEPS": 2}), "auto")
+    assert "DATA.PATH was" not in capsys.readouterr().out
+    other = {"TRAIN.MAX_STEPS": 3, "DATA.PATH": str(tmp_path)}
+    train(make_config(tmp_path / "run", other), "auto")
+    line = f"warning: DATA.PATH was {config.DATA.PATH!r} and is '{tmp_path}': accuracies until now"
+    assert line in capsys.readouterr().out
+
+
 def test_losses_that_are_no_reason_to_warn():
     for losses in (
         [2.0] * START + [0.1] * 200,
