@@ -6,7 +6,6 @@ B images per batch, C channels, S DATA.IMG_SIZE
 import errno
 import os
 import random
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -26,10 +25,6 @@ from swinv2_moe.imports import ImportedFiles
 IGNORE = -1  # target of an image that no metric counts
 _MASK = 2**64 - 1
 _NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-# Large collections of photographs have thousands of files with broken EXIF tags, and Pillow warns
-# about each. The filter is set on import, so that it also holds in loader workers.
-warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class Sample(NamedTuple):

@@ -7,6 +7,7 @@ according to their EXIF orientation.
 import io
 import math
 import os
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from moe_core.files import open_regular
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import read_bounded
 from swinv2_moe.output import printable
+
+# Large collections of photographs have thousands of files with broken EXIF tags, and Pillow warns
+# about each. The filter is set on import, so that it also holds in loader workers.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 # Pillow's names. Other formats do more than store pixels: for EPS, Pillow starts Ghostscript.
 FORMATS: tuple[str, ...] = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
@@ -137,14 +142,19 @@ def image_size(path: str | os.PathLike) -> tuple[int, int]:
     """Width and height of an image in pixels, from its header.
 
     Raises:
-        ValueError: the file cannot be read as an image.
+        ValueError: the file cannot be read as an image, or has more than MAX_PIXELS pixels.
     """
     try:
         with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
-            return image.size
+            width, height = image.size
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"has more pixels than the limit, {MAX_PIXELS:,}") from error
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
         raise ValueError(getattr(error, "strerror", None) or "no readable image") from error
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
+    return width, height
 
 
 def upright(image: Image.Image) -> Image.Image:

@@ -128,6 +128,11 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
         raise UserError(
             f"DATA.PATH is {given['DATA.PATH']!r} and --data {data!r}: give one of them"
         )
+    if given.get("MODEL.UPCYCLE") == "run":
+        raise UserError(
+            "MODEL.UPCYCLE is 'run': it continues a dense run with the same settings, which --cfg"
+            " must name"
+        )
     pictures = look(data, given)
     weights = choose_weights(given)
     chosen, lines = apply_rules(pictures, weights, given)
@@ -309,6 +314,12 @@ def trained_config(name: str) -> CfgNode:
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
+        described = _described(name)
+        if described:
+            raise UserError(
+                f"{where}: is a {one_line(described)}; without --cfg only a dense SwinV2 of timm"
+                " can be used"
+            )
         raise UserError(
             f"{where}: does not say what its model is; name a configuration by --cfg, or put"
             " timm's config.json beside it"
@@ -332,6 +343,14 @@ def _config_text(path: Path) -> str | None:
 
 def _architecture(name: str) -> str | None:
     """The dense SwinV2 that a config.json of timm names, in a folder or beside a file."""
+    found = _described(name)
+    if found.startswith("swinv2_") and "moe" not in found:
+        return found
+    return None
+
+
+def _described(name: str) -> str:
+    """The architecture that a config.json of timm names; "" without one."""
     path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     folder = path
     if path.is_file():
@@ -339,11 +358,9 @@ def _architecture(name: str) -> str | None:
     try:
         content = read_json(folder / "config.json", 1 << 20)
     except (OSError, ValueError):
-        return None
+        return ""
     found = content.get("architecture") if isinstance(content, dict) else None
-    if isinstance(found, str) and found.startswith("swinv2_") and "moe" not in found:
-        return found
-    return None
+    return found if isinstance(found, str) else ""
 
 
 def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:

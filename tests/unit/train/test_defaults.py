@@ -208,6 +208,17 @@ def test_two_folders_of_data(tmp_path):
     assert text == f"DATA.PATH is '{tmp_path}/b' and --data '{tmp_path}/a': give one of them"
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("size", "says"), [(12_000, "12,000 x 12,000"), (20_000, "more pixels")])
+def test_pictures_with_too_many_pixels(tmp_path, size, says):
+    write(tmp_path, {"cat": 5, "dog": 5})
+    first, *others = tmp_path.glob("*/*.png")
+    Image.new("1", (size, size)).save(first)
+    for path in others:
+        path.write_bytes(first.read_bytes())
+    assert says in message(tmp_path)
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     for name in ("train", "val"):
         write(tmp_path / name, {"cat": 3, "dog": 3})
@@ -276,6 +287,18 @@ def test_experts_are_made_of_dense_weights(tmp_path, upcycle):
         f"MODEL.UPCYCLE is '{upcycle}': it makes experts of dense weights, and MODEL.PRETRAINED"
         f" {run} has 4 experts"
     )
+
+
+def test_a_dense_run_goes_on_with_its_configuration(tmp_path):
+    write(tmp_path / "photos", {"cat": 5, "dog": 5})
+    assert "which --cfg must name" in message(tmp_path / "photos", "MODEL.UPCYCLE", "run")
+
+
+def test_another_architecture_of_timm(tmp_path):
+    photos = write(tmp_path / "photos", {"cat": 5, "dog": 5})
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    text = message(photos, "MODEL.PRETRAINED", str(tmp_path))
+    assert text.endswith("is a resnet18; without --cfg only a dense SwinV2 of timm can be used")
 
 
 def test_a_file_of_timm_with_its_description_beside_it(tmp_path):
