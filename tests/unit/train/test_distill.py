@@ -16,10 +16,12 @@ from run_cases import ALONE, interrupt_at, weights_of
 from safetensors.torch import save_file
 
 from swinv2_moe.config import all_sections
+from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.data.build import build_data
 from swinv2_moe.data.classes import match_all
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import bundled
 from swinv2_moe.train import distill, teacher
 from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.distill import Distillation
@@ -29,6 +31,7 @@ from swinv2_moe.train.run import train
 from swinv2_moe.train.step import distillation_loss
 
 CHUNKS = 5  # of 32 images, for 160 digits
+UNMIXED = {"AUG.MIXUP": 0, "AUG.CUTMIX": 0}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +59,8 @@ def config_of(make_config, weights, tmp_path):
             "TRAIN.DISTILL.VIEWS": 2,
             "TRAIN.DISTILL.CACHE": tmp_path / "cache",
             "TRAIN.EPOCHS": 3,
-            "AUG.MIXUP": 0,
-            "AUG.CUTMIX": 0,
         }
-        return make_config(tmp_path / name, own | (keys or {}))
+        return make_config(tmp_path / name, own | UNMIXED | (keys or {}))
 
     return make
 
@@ -270,6 +271,20 @@ def test_a_run_as_teacher(config_of, make_config, tmp_path, computed):
     assert summary["teacher"] == str(tmp_path / "own")
     (record,) = (tmp_path / "cache").rglob("teacher.json")
     assert json.loads(record.read_text())["input"][1] == 32
+
+
+def test_a_single_file_as_teacher(make_config, tmp_path, monkeypatch):
+    """By its path, and by its name in the package; it is the run that it was made from."""
+    train(make_config(tmp_path / "own"))
+    export_weights("single", tmp_path / "own", tmp_path / "tiny.safetensors")
+    monkeypatch.setattr(bundled, "DIRECTORY", tmp_path)
+    checksums = set()
+    for name in (tmp_path / "own", tmp_path / "tiny.safetensors", "bundled:tiny"):
+        config = make_config(tmp_path / "run", {"TRAIN.DISTILL.TEACHER": name} | UNMIXED)
+        known = teacher.open_teacher(all_sections(config).train.distill, ALONE)
+        assert known.class_names == [str(digit) for digit in range(10)]
+        checksums.add(known.weights)
+    assert len(checksums) == 1
 
 
 @pytest.fixture
