@@ -31,6 +31,8 @@ _CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"
 class CommandParser(argparse.ArgumentParser):
     """Argument parser of a command or subcommand, with --import.
 
+    A value that begins with `~` is a path: bash does not expand it in `--output=~/run`.
+
     After --import files, its help lists the registered routers, losses, activations, all-to-all
     algorithms and datasets.
 
@@ -48,7 +50,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         argcomplete.autocomplete(self)  # returns unless a shell asks for completions
-        return super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
+        for name, value in vars(parsed).items():
+            if isinstance(value, str):
+                setattr(parsed, name, os.path.expanduser(value))
+            elif isinstance(value, Path):
+                setattr(parsed, name, value.expanduser())
+        return parsed
 
     def add_setting(
         self, option: str, default: object, help: str, metavar: str | None = None, **more

@@ -45,6 +45,17 @@ def test_a_run_is_the_first_argument_or_an_option(name, monkeypatch, capsys):
     assert "RUN" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [*NEEDED, "predict"])
+def test_a_path_below_the_users_directory(name, tmp_path, monkeypatch):
+    """The shell does not expand it in `--output=~/new.png`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output = {"plan_cluster": "new.png", "predict": "new.csv"}.get(name, "new.json")
+    words = ["~/run", *NEEDED.get(name, ["picture.png"]), f"--output=~/{output}"]
+    args = parse(name, *words, monkeypatch=monkeypatch)
+    assert f"{tmp_path}/run" in vars(args).values()
+    assert args.output == f"{tmp_path}/{output}"
+
+
 def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
     train = import_module("swinv2_moe.commands.train")
     seen = []
