@@ -10,7 +10,10 @@ timm knows the models, whether it is imported before or after this package.
 
 import importlib
 import importlib.util
+import os
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
@@ -22,7 +25,9 @@ __all__ = ["fit", "load"]
 
 
 def fit(
-    data: str, output: str | None = None, opts: "list[str] | tuple[str, ...]" = ()
+    data: str | os.PathLike,
+    output: str | os.PathLike | None = None,
+    opts: Mapping[str, object] | Sequence[object] = (),
 ) -> "Predictor":
     """Fine-tune a model on a folder of pictures, as `swinv2-moe train --data` does.
 
@@ -31,34 +36,46 @@ def fit(
             folders of classes.
         output: the run directory, which must not hold a run; None: `output/` and the name of
             `data`.
-        opts: KEY VALUE pairs that override what is chosen.
+        opts: keys and values that override what is chosen: a mapping, or a sequence of KEY, VALUE,
+            KEY, VALUE, ...
 
     Returns:
         The best model in validation, as `load` returns it.
 
     Raises:
+        TypeError: `opts` is a string.
         swinv2_moe.errors.UserError: pictures or weights that cannot be used, too little memory for
             one picture, or as `load`.
         KeyboardInterrupt: the training was told to stop, and has saved its state.
     """
+    from swinv2_moe.errors import UserError
+    from swinv2_moe.input_paths import check_training
     from swinv2_moe.output import print_lines
     from swinv2_moe.train.defaults import choose
 
-    choice = choose(data, opts, output)
+    if output is not None:
+        output = os.fspath(output)
+    choice = choose(os.fspath(data), _pairs(opts), output)
+    config = choice.config
+    continuation = shlex.join(["swinv2-moe", "train", config.OUTPUT])
+    if os.path.exists(os.path.join(config.OUTPUT, "metrics.jsonl")):
+        raise UserError(
+            f"output {config.OUTPUT}: already holds a run; `{continuation}` continues it, another"
+            " directory starts anew"
+        )
+    check_training(config, None)
     print_lines(*choice.lines, flush=True)
     from swinv2_moe.train.run import train
 
-    config = choice.config
-    continuation = f"swinv2-moe train {config.OUTPUT}"
     if train(config, None, continuation, largest_batch=choice.largest_batch) is None:
         raise KeyboardInterrupt
     return load(config.OUTPUT, config.DEVICE)
 
 
 def load(
-    run: str,
+    run: str | os.PathLike,
     device: str = "auto",
-    opts: "list[str] | tuple[str, ...]" = (),
+    opts: Mapping[str, object] | Sequence[object] = (),
     checkpoint: str = "best",
 ) -> "Predictor":
     """A trained model that predicts the classes of pictures.
@@ -66,16 +83,28 @@ def load(
     Args:
         run: a run directory, a checkpoint, or "tiny", the model of this package.
         device: "auto", "cpu" or "cuda".
-        opts: KEY VALUE pairs that override the checkpoint's configuration.
+        opts: keys and values that override the checkpoint's configuration, as in `fit`.
         checkpoint: the checkpoint of a run: "best", "latest" or the number of a step.
 
     Raises:
+        TypeError: `opts` is a string.
         swinv2_moe.errors.UserError: there is no complete checkpoint, or it cannot be used.
     """
     # Not imported with the package: importing torch and timm takes seconds.
     from swinv2_moe.predict.predictor import load_predictor
 
-    return load_predictor(run, checkpoint, ["DEVICE", device, *opts])
+    return load_predictor(run, checkpoint, ["DEVICE", device, *_pairs(opts)])
+
+
+def _pairs(opts: Mapping[str, object] | Sequence[object]) -> list[str]:
+    """The keys and values as words KEY, VALUE, KEY, VALUE, ..."""
+    from swinv2_moe.config import as_opts
+
+    if isinstance(opts, Mapping):
+        return as_opts(opts)
+    if isinstance(opts, str):
+        raise TypeError(f"opts is the string {opts!r}, it must be a mapping of keys to values")
+    return [str(word) for word in opts]
 
 
 class _AfterTimm(MetaPathFinder):

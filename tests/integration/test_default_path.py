@@ -97,8 +97,20 @@ def test_fit_returns_what_load_returns(photos, capsys):
     loaded = swinv2_moe.load("run", "cpu")
     for name, tensor in model.module.state_dict().items():
         assert torch.equal(tensor, loaded.module.state_dict()[name]), name
-    with pytest.raises(UserError, match="already holds a run"):
-        swinv2_moe.fit("photos", "run", QUICK)
+    with pytest.raises(UserError, match="already holds a run; `swinv2-moe train run` continues it"):
+        swinv2_moe.fit(photos, Path("run"), dict(zip(QUICK[::2], QUICK[1::2], strict=True)))
+    loaded = swinv2_moe.load(Path("run"), "cpu", {"DATA.IMG_SIZE": 48})
+    assert loaded.facts["image_size"] == 48
+
+
+def test_what_fit_refuses(photos):
+    (photos.parent / "set" / "val").mkdir(parents=True)
+    photos.rename(photos.parent / "set" / "train")
+    with pytest.raises(UserError, match="one of the folders of a data set"):
+        swinv2_moe.fit("set/train", "run", {"DEVICE": "cpu"})
+    with pytest.raises(TypeError, match="a mapping of keys to values"):
+        swinv2_moe.fit("set", "run", "TRAIN.EPOCHS 1")
+    assert not Path("run").exists()
 
 
 def test_ranks_decide_alike(photos, start_ranks, stand_in, tmp_path):
