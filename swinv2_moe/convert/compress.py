@@ -217,6 +217,7 @@ def _write(
     step, epoch = meta["step"], (meta["training"] or {}).get("epoch", 0)
     # No step was trained: the line says what `report` needs of a run.
     line = {"step": step, "epoch": epoch, "loss": after.loss, "images_per_second": 0.0}
+    line["compressed"] = True
     with new_directory(output) as directory, writing(output):
         (directory / "config.yaml").write_text(config.dump())
         (directory / "metrics.jsonl").write_text(json.dumps(line) + "\n")

@@ -78,9 +78,10 @@ def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, object, list]]:
 
 
 def _status(run: RunRecord) -> str:
-    state = "finished"
-    if not run.summary:
-        last = run.steps[-1]
+    state, last = "finished", run.steps[-1]
+    if "compressed" in last:
+        state = "compressed from another run, not trained"
+    elif not run.summary:
         epochs = f"epoch {last['epoch']} of {run.config.TRAIN.EPOCHS}"
         state = f"not finished, last logged at step {last['step']:,} of {epochs}"
     damaged = ""
@@ -90,10 +91,12 @@ def _status(run: RunRecord) -> str:
 
 
 def _experts(run: RunRecord) -> str:
-    layer = model_config(run.config).experts.layer
-    if layer is None or not run.layers:
+    experts = model_config(run.config).experts
+    # a compressed run has logged no layers
+    num_layers = len(run.layers) or sum(map(len, experts.blocks))
+    if experts.layer is None or not num_layers:
         return "dense"
-    return f"{layer.num_experts} experts in {len(run.layers)} layers, top {layer.top_k}"
+    return f"{experts.layer.num_experts} experts in {num_layers} layers, top {experts.layer.top_k}"
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -122,8 +125,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["experts' form, by shapes"] = ", ".join(counts)
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
     facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
-    rates = [step["images_per_second"] for step in run.steps]
-    facts["images/s, median"] = f"{median(rates):,.0f}"  # with the pauses at an epoch's start
+    if "compressed" not in last:
+        rates = [step["images_per_second"] for step in run.steps]
+        facts["images/s, median"] = f"{median(rates):,.0f}"  # with the pauses at an epoch's start
     if run.layers:
         facts["dropped tokens"] = f"{last['moe/dropped_share']:.2%}"
         facts["largest expert load"] = f"{last['moe/load_max']:.2f} × even"

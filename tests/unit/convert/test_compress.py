@@ -11,6 +11,8 @@ from tool_cases import assert_one_line, command
 from moe_core import MoEConfig, MoELayer, moe_layers
 from swinv2_moe.config import config_from_text, load_config, model_config
 from swinv2_moe.convert.fewer_experts import Sample, dense_ffn, fewer_experts, matched
+from swinv2_moe.measure.report import render
+from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
 from swinv2_moe.train.checkpoint import open_newest, write_weights
@@ -180,7 +182,13 @@ def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path,
         assert {layer.config.num_experts for layer in moe_layers(model).values()} <= {num_experts}
     (line,) = (output / "metrics.jsonl").read_text().splitlines()
     assert f"-> {json.loads(line)['loss']:.3f}" in finished.out
-    assert read_run(output).steps[0]["step"] == 7
+    record = read_run(output)
+    assert record.steps[0]["step"] == 7
+    page = render([record], [Validation()])
+    experts = f"{num_experts} experts in 2 layers" if num_experts else "dense"
+    assert f", {experts}" in page
+    assert "; compressed from another run, not trained" in page
+    assert "images/s, median" not in page
 
 
 def test_the_printed_command_distils_the_original(
