@@ -10,6 +10,7 @@ The file needs no network. By default it is report.html in the run directory.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,6 +123,9 @@ def write_report(
         selected = select_checkpoint(str(run.directory), args.checkpoint)
         if selected not in validations:
             validations[selected] = validate(selected, args.data, args.opts, args.images)
+            if validations[selected].problem:
+                line = f"warning: {validations[selected].problem}"
+                print_lines(line, file=sys.stderr, flush=True)
         used.append(validations[selected])
     finished = not args.watch or all(run.summary for run in runs)
     refresh = 0

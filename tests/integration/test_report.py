@@ -124,7 +124,9 @@ def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_
     gone = tmp_path / "run"
     shutil.copytree(runs / "experts", gone, symlinks=True)
     # into the run directory
-    assert report(gone, "--opts", "DATA.PATH", tmp_path / "nowhere").status == 0
+    finished = report(gone, "--opts", "DATA.PATH", tmp_path / "nowhere")
+    assert finished.status == 0
+    assert "warning: No predictions: DATA.PATH" in finished.err
     assert "No predictions: DATA.PATH" in html.unescape((gone / "report.html").read_text())
     shutil.rmtree(gone / "checkpoints")
     (gone / "summary.json").unlink()
@@ -140,7 +142,9 @@ def test_data_with_other_class_names(report, runs, make_photographs, tmp_path):
     data = make_photographs()
     for split in ("train", "val"):
         (data / split / "blue").rename(data / split / "azure")
-    assert report(runs / "experts", "--data", data, "--output", tmp_path / "page.html").status == 0
+    finished = report(runs / "experts", "--data", data, "--output", tmp_path / "page.html")
+    assert finished.status == 0
+    assert "warning: 1 of 2 classes of the data are unknown" in finished.err
     page = html.unescape((tmp_path / "page.html").read_text())
     assert "unknown to the checkpoint, their 8 validation images are left out: azure" in page
     assert set(re.findall(r"[✓✗] (\w+)</h3>", page)) == {"red"}
