@@ -104,7 +104,8 @@ def _check_dataset(config: CfgNode) -> None:
         _check_directory(path)
     if data.DATASET in ("folder", "imagenet"):
         _check_is_no_split(data.PATH, path)
-        _check_is_apart(config.OUTPUT, data.PATH, path)
+        if path:
+            _check_is_apart(config.OUTPUT, data.PATH, path)
     if dataset.needs_lists:
         for key in ("TRAIN_LIST", "VAL_LIST"):
             file = data[key]

@@ -11,6 +11,7 @@ from moe_core import measured_forms, moe_layers
 from swinv2_moe.config import config_from_text
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
+from swinv2_moe.files import is_same_path
 from swinv2_moe.models import Complexity
 from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -62,11 +63,12 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     ages = source.expert_ages()
     if ages:
         lines.append(ages)
-    before = config_from_text(source.meta["config"], f"checkpoint {source.directory}").DATA.PATH
-    if before != trainer.config.data.path:
+    saved = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
+    before, now = saved.DATA.PATH, trainer.config.data.path
+    if progress.best_top1 >= 0 and before != now and not is_same_path(before, now):
         lines.append(
-            f"warning: DATA.PATH was {before!r} and is {trainer.config.data.path!r}: accuracies"
-            " until now, and the best one, are of the former images"
+            f"warning: DATA.PATH was {before!r} and is {now!r}: accuracies until now, and the best"
+            " one, are of the former images"
         )
     if progress.to_target.target and "time_to_target" not in source.meta["training"]:
         lines.append(
