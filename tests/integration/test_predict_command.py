@@ -85,7 +85,7 @@ def test_a_prediction_does_not_depend_on_the_batch(model, pictures):
     together = model.predict([pictures / "one.jpg", pictures / "two.jpg"])
     alone = model.predict(pictures / "one.jpg")[0]
     assert alone.index == together[0].index
-    assert alone.probability == pytest.approx(together[0].probability, abs=1e-6)
+    assert alone.probability == pytest.approx(together[0].probability, abs=1e-5)
 
 
 def test_where_experts_choose_each_picture_is_a_batch(small, photographs, tmp_path):
@@ -104,7 +104,10 @@ def test_files_folders_and_images_in_memory(model, pictures):
     files = [str(pictures / "one.jpg"), "", str(pictures / "deeper/three.jpg")]
     assert [prediction.file for prediction in mixed] == files
     assert [len(prediction.top) for prediction in mixed] == [1, 1, 1]
-    assert mixed[1].top == model.predict(pictures / "two.jpg", top_k=1)[0].top
+    (alone,) = model.predict(pictures / "two.jpg", top_k=1)[0].top
+    (among_others,) = mixed[1].top  # in a batch of three, which may be rounded otherwise
+    assert among_others.class_name == alone.class_name
+    assert among_others.probability == pytest.approx(alone.probability, abs=1e-5)
     assert model.predict(image)[0].top == model.predict([pictures / "two.jpg"])[0].top
     assert model.predict([]) == []
 
