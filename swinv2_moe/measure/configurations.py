@@ -10,12 +10,11 @@ from yacs.config import CfgNode
 
 from swinv2_moe.config import (
     as_opts,
-    default_config,
     flatten,
     load_config,
-    merge_opts,
     model_config,
 )
+from swinv2_moe.config.load import values_of
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.spread import check_rounds
 
@@ -165,16 +164,11 @@ def check_opts(
     Raises:
         UserError: a key of `opts` has another value in `config`; a value of the wrong type.
     """
-    requested_config = default_config()
-    for key, text in zip(opts[::2], opts[1::2], strict=True):
-        if key in decided:
-            merge_opts(requested_config, [key, text])
-    requested = flatten(requested_config)
     measured = flatten(config)
-    for key in opts[::2]:
-        if key in decided and requested[key] != measured[key]:
+    for key, value in values_of(opts).items():
+        if key in decided and value != measured[key]:
             reason = why.get(key, f"what is measured has {measured[key]!r}")
-            raise UserError(f"--opts {key} is {requested[key]!r}, but {reason}")
+            raise UserError(f"--opts {key} is {value!r}, but {reason}")
 
 
 def repeatable_step(

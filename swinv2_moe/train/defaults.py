@@ -268,7 +268,7 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
     if name.startswith("timm:"):
         return _weights_of_timm(name, name, upcycle)
-    architecture = _architecture(name)
+    architecture = _dense_swin(name)
     if architecture:
         return _weights_of_timm(name, f"timm:{architecture}", upcycle)
     trained = trained_config(name)
@@ -314,10 +314,10 @@ def trained_config(name: str) -> CfgNode:
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
-        described = _described(name)
-        if described:
+        named = _architecture(name)
+        if named:
             raise UserError(
-                f"{where}: is a {one_line(described)}; without --cfg only a dense SwinV2 of timm"
+                f"{where}: is a {one_line(named)}; without --cfg only a dense SwinV2 of timm"
                 " can be used"
             )
         raise UserError(
@@ -341,15 +341,15 @@ def _config_text(path: Path) -> str | None:
     return None
 
 
-def _architecture(name: str) -> str | None:
+def _dense_swin(name: str) -> str | None:
     """The dense SwinV2 that a config.json of timm names, in a folder or beside a file."""
-    found = _described(name)
+    found = _architecture(name)
     if found.startswith("swinv2_") and "moe" not in found:
         return found
     return None
 
 
-def _described(name: str) -> str:
+def _architecture(name: str) -> str:
     """The architecture that a config.json of timm names; "" without one."""
     path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     folder = path

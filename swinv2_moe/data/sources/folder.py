@@ -28,15 +28,10 @@ from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 
 VALIDATION_FOLDERS = ("val", "validation", "valid", "test")
-# Other names of such folders, in small letters, which are no classes
-_OTHER_NAMES = {
-    "train": "train",
-    "training": "train",
-    "training_set": "train",
-    "train_set": "train",
-}
-_OTHER_NAMES |= dict.fromkeys((*VALIDATION_FOLDERS, "testing", "test_set", "testing_set"), "val")
-_OTHER_NAMES |= dict.fromkeys(("validation_set", "val_set"), "val")
+# Other names of train/ and of the validation folder, in small letters
+_OTHER_NAMES = dict.fromkeys(("train", "training", "training_set", "train_set"), "train")
+_OTHER_NAMES |= dict.fromkeys((*VALIDATION_FOLDERS, "validation_set", "val_set"), "val")
+_OTHER_NAMES |= dict.fromkeys(("testing", "testing_set", "test_set"), "val")
 
 
 @register_dataset("folder")
@@ -127,13 +122,18 @@ def _split_folders(config: DataConfig, hint: str) -> tuple[str, str | None]:
 def _check_names(root: str, has_train: bool, validation: str | None) -> None:
     """Raise UserError if train/ or the folder of validation images is missing and is there under
     another name, such as Training/."""
-    renamed = []
+    names: dict[str, str] = {}  # by the names that they should have
     for name in subfolders(root):
-        meant = _OTHER_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"), "")
-        missing = (meant == "train" and not has_train) or (meant == "val" and validation is None)
-        if missing and name not in VALIDATION_FOLDERS and subfolders(os.path.join(root, name)):
-            renamed.append(f"{printable(name)}/ to {meant}/")
-    if renamed and (has_train or any(line.endswith("train/") for line in renamed)):
+        meant = _OTHER_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"))
+        is_right = name in ("train", *VALIDATION_FOLDERS)
+        if meant and not is_right and subfolders(os.path.join(root, name)):
+            names.setdefault(meant, name)
+    if has_train:
+        names.pop("train", None)
+    if validation is not None:
+        names.pop("val", None)
+    if names and (has_train or "train" in names):
+        renamed = [f"{printable(name)}/ to {meant}/" for meant, name in names.items()]
         raise UserError(f"DATA.PATH is {root!r}: rename {' and '.join(renamed)}")
 
 

@@ -90,6 +90,14 @@ def test_folders_that_are_no_classes(load, root, folders, says):
     assert str(error.value) == f"DATA.PATH is '{root}': {says}"
 
 
+def test_one_of_two_such_folders_is_named(load, root):
+    os.rename(root / "train", root / "Training")
+    shutil.copytree(root / "val", root / "Testing")
+    os.rename(root / "val", root / "Validation")
+    with pytest.raises(UserError, match=r"rename Testing/ to val/ and Training/ to train/$"):
+        load({"DATA.VAL_SPLIT": 0.2})
+
+
 def test_classes_with_such_names(load, root):
     shutil.rmtree(root / "val")
     for label in ("cat", "dog"):
