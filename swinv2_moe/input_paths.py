@@ -41,8 +41,13 @@ def check_run(run: str) -> None:
         raise UserError(f"{option} is empty, it must be a run or a checkpoint")
     if not path.exists():
         raise UserError(f"{option} {run}: no such directory; it must be a run or a checkpoint")
+    if path.is_file() and path.suffix == ".safetensors":
+        return
     if not path.is_dir():
-        raise UserError(f"{option} {run}: is a file, it must be a run or a checkpoint")
+        raise UserError(
+            f"{option} {run}: is a file, it must be a run, a checkpoint or a file of"
+            " `convert-checkpoint export single` (.safetensors)"
+        )
     if not _holds_checkpoint(path):
         reason = "holds no checkpoint (a directory with meta.json)"
         raise UserError(f"{option} {run}: {reason}{other_runs(path)}")

@@ -152,7 +152,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
         output: arguments of `add_argument` for --output. By default it is a JSON file of results.
     """
 
-    add_run_argument(parser, "--resume", "a run or a checkpoint")
+    add_run_argument(parser, "--resume", "a run, a checkpoint or a single file")
     add_checkpoint_argument(parser)
     parser.add_argument(
         "--data", metavar="DIR", help="the data set (DATA.PATH); default: that of the training"

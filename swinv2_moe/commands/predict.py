@@ -46,7 +46,7 @@ MAX_ROWS = 40
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run or a checkpoint")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint or a single file")
     parser.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
     parser.add_setting("--top-k", TOP_K, "classes of each picture", "K")
     parser.add_setting("--batch-size", BATCH_SIZE, "pictures per forward pass", "N")

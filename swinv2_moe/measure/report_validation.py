@@ -129,6 +129,9 @@ def validate(
 def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     data = deployed.data
     sources, renamed = deployed.aligned(load_sources(data, validation_only=True))
+    warnings = [note[9:] for note in sources.notes if note.startswith("warning: ")]
+    if renamed:
+        warnings.append(renamed)
     names = sources.class_names
     source: Source = sources.val
     if limit and limit < len(source):
@@ -144,7 +147,7 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     if source is not sources.val:
         about += f" of {len(sources.val):,}, evenly spaced (--images 0: all)"
     return Validation(
-        problem=renamed or "",
+        problem="; ".join(warnings),
         about=f"{about}.",
         facts=_facts(measured),
         classes=_class_rows(measured["per_class"], taken_for(all_mistakes), names),

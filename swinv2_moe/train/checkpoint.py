@@ -31,7 +31,7 @@ from swinv2_moe.files import new_directory, parse_json, publish_directory, writi
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.build import model_class
-from swinv2_moe.models.bundled import is_bundled, located
+from swinv2_moe.models.bundled import located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_metadata, read_weights
@@ -135,7 +135,7 @@ def find_checkpoint(
     Args:
         resume: "auto" is the newest undamaged checkpoint in `root`, or None if there is no
             checkpoint. A run directory is the newest undamaged checkpoint of the run. Another
-            directory is the checkpoint itself.
+            directory is the checkpoint itself, and a .safetensors file is as `open_file`.
         key: the name of the option in messages.
         weights_only: do not check the optimiser's files.
 
@@ -146,7 +146,7 @@ def find_checkpoint(
     if resume != "auto":
         path = Path(resume)
         is_run = (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
-        if world.agree(is_bundled(path)):
+        if world.agree(path.suffix == ".safetensors" and path.is_file()):
             return world.on_every_rank(lambda: open_file(path))
         if not world.agree(is_run):
             return open_checkpoint(path, world, key, weights_only)
@@ -478,7 +478,8 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     """Select the checkpoint of a run.
 
     Args:
-        run: a run; a checkpoint or a model of the package, which are taken as they are.
+        run: a run; a checkpoint, a single file or a model of the package, which are taken as they
+            are. "~" is expanded.
         which: "best" (highest validation accuracy; the newest if none is marked), "latest" or the
             number of a step.
 
@@ -492,7 +493,7 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     """
     if which not in ("best", "latest") and not which.isdecimal():
         raise UserError(f"--checkpoint {which}: must be best, latest or the number of a step")
-    run = located(run)
+    run = os.path.expanduser(located(run))
     root = Path(run)
     if (root / "checkpoints").is_dir():
         root = root / "checkpoints"

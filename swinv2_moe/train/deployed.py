@@ -37,6 +37,7 @@ from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
+from swinv2_moe.train.meta import new_split
 from swinv2_moe.train.optim import build_autocast, without_slow_amp
 
 _log = logging.getLogger(__name__)
@@ -121,6 +122,11 @@ class Deployed:
             UserError: checkpoint and data have no class in common, or no validation image is of a
                 known class.
         """
+        if self.data.val_split:
+            training = self.source.meta.get("training")
+            warning = new_split(training, len(sources.train), len(sources.val))
+            if warning:
+                sources = sources._replace(notes=(*sources.notes, warning))
         trained, names = self.source.meta["class_names"], sources.class_names
         where = f"checkpoint {self.source.directory}"
         if not trained:
@@ -235,11 +241,7 @@ def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -
     """
     alone = World(0, 1, device)
     path, _ = checkpoint.select_checkpoint(run)
-    source: Checkpoint | None
-    if Path(path).is_file():
-        source = checkpoint.open_file(Path(path))
-    else:
-        source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
+    source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
     if source is None:  # a directory named "auto"
         raise UserError(f"{name} {run}: name a checkpoint or a run")
     return Deployed(alone, source, _configuration(source, None, None, opts, 1))

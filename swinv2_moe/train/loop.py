@@ -363,6 +363,7 @@ class Trainer:
             "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
             "epoch_seconds": self._epoch_seconds(),
             "world_size": self.world.size,
+            "images": [self.data.train_size, self.data.val_size],
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
             "needed_capacity": self.routing.state(),

@@ -91,6 +91,7 @@ _CLASSIFIER_TRAINING = record(
     },
     # earlier versions have no such keys
     optional={
+        "images": list_of(COUNT, length=2),  # to train on, to validate
         "time_to_target": _time_to_target,
         "loss_watch": _LOSS_WATCH,
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
@@ -205,6 +206,23 @@ def write_meta(directory: Path, meta: dict) -> dict:
     (directory / "meta.json").write_text(text.replace(_NO_CHECKSUM, checksum))
     fsync(directory / "meta.json")
     return meta
+
+
+def new_split(training: dict | None, num_train: int, num_val: int) -> str | None:
+    """A message if DATA.VAL_SPLIT holds out images of a folder that has changed since.
+
+    Args:
+        training: the state of the training; None for weights only.
+        num_train, num_val: the images of the folder now.
+    """
+    before = (training or {}).get("images")
+    if before in (None, [num_train, num_val]):
+        return None
+    return (
+        f"warning: the folder has {num_train:,} + {num_val:,} images, {before[0]:,} +"
+        f" {before[1]:,} when it was trained on: the share that is held out was chosen anew, so"
+        " some of its images may have been trained on"
+    )
 
 
 def check_classifier(directory: Path, training: dict) -> None:

@@ -17,6 +17,7 @@ from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
+from swinv2_moe.train.meta import new_split
 from swinv2_moe.train.progress import accounted_share
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.section import TrainConfig
@@ -70,6 +71,11 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
             f"warning: DATA.PATH was {before!r} and is {now!r}: accuracies until now, and the best"
             " one, are of the former images"
         )
+    if trainer.config.data.val_split:
+        data = trainer.data
+        warning = new_split(source.meta["training"], data.train_size, data.val_size)
+        if warning:
+            lines.append(warning)
     if progress.to_target.target and "time_to_target" not in source.meta["training"]:
         lines.append(
             "the checkpoint does not have the duration of the run: the time to the target counts"

@@ -396,7 +396,7 @@ BAD_INPUT = {
     ),
     "--resume {root}/dense --capacity-factor 2": "--capacity-factor 2 ... no experts",
     "--resume {tmp}": "--resume ... holds no checkpoint",
-    "--resume {root}/experts/model.safetensors": "is a file, it must be a run or a checkpoint",
+    "--resume {root}/experts/model.safetensors": "its format is None, not",
     "--opts MODEL.SWINV2.EMBED_DIM 32": "does not fit ... patch_embed.proj.weight",
     "--data {data}": "none of the classes of the data ... 10 in all ... blue, red",
     "--data {tmp}/none": "DATA.PATH ... none",

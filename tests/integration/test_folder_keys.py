@@ -87,6 +87,18 @@ def test_a_run_that_holds_out_images(train_command, evaluate, make_photographs, 
     finished = evaluate("--resume", tmp_path / "run", "--data", f"{data}/../{data.name}")
     assert finished.status == 0
     assert "12 of the 48 images" in finished.out
+    classes = sorted((data / "train").iterdir())
+    picture = next(classes[0].iterdir())
+    for i in range(6):
+        shutil.copy(picture, classes[0] / f"new{i}{picture.suffix}")
+    finished = evaluate("--resume", tmp_path / "run")
+    warning = (
+        "warning: the folder has 40 + 14 images, 36 + 12 when it was trained on: the share that is"
+        " held out was chosen anew, so some of its images may have been trained on"
+    )
+    assert warning in finished.out.splitlines()
+    more = ["--resume", "auto", "--opts", *keys, "TRAIN.MAX_STEPS", "2"]
+    assert warning in train_command(*words, *more).out.splitlines()
     moved = data.rename(tmp_path / "moved")
     finished = evaluate("--resume", tmp_path / "run", "--data", moved)
     assert_one_line(finished, "it has no val/ folder; found: train; DATA.VAL_SPLIT 0.1 would")

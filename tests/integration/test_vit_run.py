@@ -122,3 +122,8 @@ def test_a_single_file_and_back(trained, run_tool, tmp_path):
     run_tool("convert_checkpoint", "import", "single", file, "--output", tmp_path / "back")
     out = run_tool("convert_checkpoint", "inspect", tmp_path / "back")
     assert "vit_moe" in out
+    tables = []
+    for run in (trained, file):
+        out = run_tool("evaluate", run, "--checkpoint", "latest")
+        tables.append(out[out.index("images") :])
+    assert tables[0] == tables[1]

@@ -27,11 +27,6 @@ def located(run: str) -> str:
     return run
 
 
-def is_bundled(path: Path) -> bool:
-    """Whether a path is that of a model of this package."""
-    return path.parent == DIRECTORY and path.stem in NAMES
-
-
 def bundled_file(name: str) -> Path:
     """The file of a model of this package.
 
