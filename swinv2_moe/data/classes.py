@@ -82,6 +82,27 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
     return ClassMatch(numbers, unknown, missing)
 
 
+def known_classes(trained: Sequence[str], names: Sequence[str]) -> list[int]:
+    """For each class of the data its number among those of a model, or NO_CLASS. Classes of
+    ImageNet are matched by WordNet id or by one of their English names.
+
+    A name that several classes of the model have is matched with none of them.
+
+    Args:
+        trained: names of the model's classes.
+        names: names of the data's classes.
+    """
+    counts = Counter(map(_normal, trained))
+    once = [name if counts[_normal(name)] == 1 else "" for name in trained]
+    numbers = map_classes(once, names)
+    if NO_CLASS in numbers:
+        by_name = _english_names(trained)
+        for i, name in enumerate(names):
+            if numbers[i] == NO_CLASS:
+                numbers[i] = by_name.get(_plain(name), NO_CLASS)
+    return numbers
+
+
 def match_all(trained: Sequence[str], names: Sequence[str], where: str) -> list[int]:
     """The number of each class of the data among the classes of a teacher.
 
@@ -95,13 +116,7 @@ def match_all(trained: Sequence[str], names: Sequence[str], where: str) -> list[
     Raises:
         UserError: the teacher does not know a class, or two classes are the same one for it.
     """
-    by_name = _english_names(trained)
-    counts = Counter(map(_normal, trained))
-    once = [name if counts[_normal(name)] == 1 else "" for name in trained]
-    numbers = map_classes(once, names)
-    for i, name in enumerate(names):
-        if numbers[i] == NO_CLASS:
-            numbers[i] = by_name.get(_plain(name), NO_CLASS)
+    numbers = known_classes(trained, names)
     unknown = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
     if unknown and len(trained) == len(names) and are_numbers(trained):
         return list(range(len(names)))

@@ -26,7 +26,7 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.config.checks import check_config
-from swinv2_moe.data.classes import match_classes
+from swinv2_moe.data.classes import NO_CLASS, known_classes, match_classes
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model, configured_windows, load_dense
 from swinv2_moe.models.hub import (
@@ -338,8 +338,9 @@ def _clusters(
 def _head_rows(
     trained: list[str], config: ModelConfig, class_names: Sequence[str]
 ) -> tuple[list[int] | None, tuple[str, ...]]:
-    """For each class its row in the pretrained classifier, matched by name, and a message for the
-    log. None if the classifier is used as it is, or as MODEL.CLASS_MAP says.
+    """For each class its row in the pretrained classifier, matched by name (of ImageNet also by
+    English names), and a message for the log. None if the classifier is used as it is, or as
+    MODEL.CLASS_MAP says.
 
     Args:
         trained: class names of the pretrained weights; empty if they are not known.
@@ -348,19 +349,21 @@ def _head_rows(
     if config.class_map or not trained:
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
-    try:
-        match = match_classes(trained, class_names, where)
-    except UserError as error:
-        raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
-    if match.by_number:
+    rows = known_classes(trained, class_names)
+    unknown = [name for name, row in zip(class_names, rows, strict=True) if row == NO_CLASS]
+    if len(unknown) == len(rows):
+        try:
+            match_classes(trained, class_names, where)
+        except UserError as error:
+            raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
         return None, (f"{where}: the classes are matched by number, only one side has names",)
-    if match.numbers == list(range(len(trained))):
+    if rows == list(range(len(trained))):
         return None, ()
-    count = len(class_names) - len(match.unknown)
+    count = len(class_names) - len(unknown)
     note = f"{where}: the classifier's rows of {count:,} classes are copied by name"
-    if match.unknown:
-        note += f", {len(match.unknown):,} classes are new: {shortened(match.unknown)}"
-    return match.numbers, (note,)
+    if unknown:
+        note += f", {len(unknown):,} classes are new: {shortened(unknown)}"
+    return rows, (note,)
 
 
 def _fetch_weights(name: str, world: World) -> Path:

@@ -88,7 +88,9 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0})
     file = tmp_path / "single.safetensors"
     keys = {"MODEL.MOE.NUM_EXPERTS": 0}
-    for names, classes in (("abcdefghij", "cxa"), ("abcdefghijk", "ka")):
+    imagenet = [f"n{number:08d}" for number in range(7)] + ["n02123045", "n01440764", "n02124075"]
+    pets = ["Egyptian_cat", "tabby cat", "stone"]
+    for names, classes in ((imagenet, pets), ("abcdefghij", "cxa"), ("abcdefghijk", "ka")):
         metadata = {"class_names": json.dumps(list(names))}
         save_file(load_file(source / "model.safetensors"), file, metadata)
         if names[-1] == "k":
@@ -96,6 +98,10 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
                 load(file, keys, classes)
             continue
         note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are copied by name"
+        if names is imagenet:  # WordNet ids, and English names
+            found, own = load(file, keys, classes, [f"{note}, 1 classes are new: stone"])
+            assert found["head.fc.bias"].tolist() == [9, 7, own["head.fc.bias"][2]]
+            continue
         found, own = load(file, keys, classes, [f"{note}, 1 classes are new: x"])
         assert found["head.fc.bias"].tolist() == [2, own["head.fc.bias"][1], 0]
     save_file(before, file, {"class_names": "[1]"})
