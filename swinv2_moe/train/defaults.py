@@ -8,6 +8,7 @@ torch, unless the architecture of weights has to be asked of timm.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -23,7 +24,7 @@ from swinv2_moe.data.images import image_size
 from swinv2_moe.data.sources import ImageFiles, Sources, load_sources
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import MAX_YAML_CHARS, read_bounded, read_json
+from swinv2_moe.files import MAX_YAML_CHARS, parse_json, read_bounded, read_json
 from swinv2_moe.models.bundled import NAMES, PREFIX, bundled_file
 from swinv2_moe.models.section import TRUNKS, tiles
 
@@ -46,7 +47,7 @@ class Pictures(NamedTuple):
     path: str
     num_train: int
     num_val: int
-    num_classes: int
+    class_names: list[str]
     width: int  # medians of a sample, pixels
     height: int
     val_split: float  # DATA.VAL_SPLIT
@@ -56,8 +57,8 @@ class Pictures(NamedTuple):
         if self.val_split:
             where = f"held out, {self.val_split:.0%} of each class by file name"
         return (
-            f"{self.path}: {self.num_classes} classes, {self.num_train:,} pictures to train on and"
-            f" {self.num_val:,} to validate ({where}), most of about {self.width} x"
+            f"{self.path}: {len(self.class_names)} classes, {self.num_train:,} pictures to train on"
+            f" and {self.num_val:,} to validate ({where}), most of about {self.width} x"
             f" {self.height} pixels"
         )
 
@@ -68,6 +69,7 @@ class Weights(NamedTuple):
     name: str  # MODEL.PRETRAINED; empty: random weights
     keys: dict[str, object]  # the model, and the size of its images
     line: str  # which were chosen, and why
+    class_names: Sequence[str] = ()  # as far as they are known
 
 
 class Choice(NamedTuple):
@@ -192,23 +194,21 @@ def look(data: str, given: Mapping[str, object]) -> Pictures:
     settings = {"DATA.DATASET": "folder", "DATA.VAL_SPLIT": split}
     config = load_config(FROM_SCRATCH, as_opts(settings), data=path)
     sources = load_sources(data_config(config))
-    num_train, num_classes = len(sources.train), len(sources.class_names)
-    if num_classes < 2:
+    num_train, names = len(sources.train), sources.class_names
+    if len(names) < 2:
         raise UserError(
-            f"--data {data}: has pictures of one class ({sources.class_names[0]}), a classifier"
+            f"--data {data}: has pictures of one class ({names[0]}), a classifier"
             " needs at least two: a folder for each class"
         )
-    if num_train < _LEAST_PER_CLASS * num_classes:
+    if num_train < _LEAST_PER_CLASS * len(names):
         raise UserError(
-            f"--data {data}: has {num_train} pictures to train {num_classes} classes on, at least"
+            f"--data {data}: has {num_train} pictures to train {len(names)} classes on, at least"
             f" {_LEAST_PER_CLASS} a class are needed (10 or more are recommended)"
         )
     bad_share = given.get("DATA.MAX_BAD_SHARE", config.DATA.MAX_BAD_SHARE)
     assert isinstance(bad_share, float)
     width, height = _sizes(data, sources, bad_share)
-    return Pictures(
-        data, num_train, len(sources.val), num_classes, width, height, config.DATA.VAL_SPLIT
-    )
+    return Pictures(data, num_train, len(sources.val), names, width, height, config.DATA.VAL_SPLIT)
 
 
 def _val_split(path: str) -> float:
@@ -271,7 +271,7 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     architecture = _dense_swin(name)
     if architecture:
         return _weights_of_timm(name, f"timm:{architecture}", upcycle)
-    trained = trained_config(name)
+    trained, class_names = trained_config(name)
     values = flatten(trained)
     model = _model_keys(trained.MODEL.TYPE)
     keys = {key: values[key] for key in values if key.startswith(model) or key in _IMAGES}
@@ -285,9 +285,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
                 f" MODEL.PRETRAINED {name} has {experts}"
             )
     size = trained.DATA.IMG_SIZE
-    return Weights(
-        name, keys, f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
-    )
+    line = f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
+    return Weights(name, keys, line, class_names)
 
 
 def _model_keys(model_type: str) -> tuple[str, ...]:
@@ -296,12 +295,13 @@ def _model_keys(model_type: str) -> tuple[str, ...]:
     return ("MODEL.TYPE", *(f"MODEL.{group}." for group in groups))
 
 
-def trained_config(name: str) -> CfgNode:
-    """The configuration that weights were trained with: of a run, of a checkpoint, or of a file of
-    `convert-checkpoint export single`.
+def trained_config(name: str) -> tuple[CfgNode, list[str]]:
+    """The configuration that weights were trained with, and the names of their classes, empty if
+    they are not known: of a run, of a checkpoint, or of a file of `convert-checkpoint export
+    single`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no configuration.
     """
     path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     if name.startswith(PREFIX):
@@ -310,7 +310,7 @@ def trained_config(name: str) -> CfgNode:
     if not path.exists() and not name.startswith("hf-hub:"):
         raise UserError(f"{where}: no such file or directory")
     try:
-        text = _config_text(path)
+        text, class_names = _recorded(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
@@ -324,21 +324,30 @@ def trained_config(name: str) -> CfgNode:
             f"{where}: does not say what its model is; name a configuration by --cfg, or put"
             " timm's config.json beside it"
         )
-    return config_from_text(text, where)
+    return config_from_text(text, where), class_names
 
 
-def _config_text(path: Path) -> str | None:
+def _recorded(path: Path) -> tuple[str | None, list[str]]:
+    """The configuration, as YAML, and the names of the classes, as far as they are recorded."""
+    content: dict[str, object] = {}
     if path.is_file() and path.suffix == ".safetensors":
         with safe_open(path, "np") as file:
-            return (file.metadata() or {}).get("config")
-    if (path / "config.yaml").is_file():
-        return read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
-    for meta in (path / "meta.json", path / "checkpoints" / "latest" / "meta.json"):
+            content |= file.metadata() or {}
+        content["class_names"] = parse_json(str(content.get("class_names", "[]")))
+    has_yaml = (path / "config.yaml").is_file()
+    for meta in (path / "checkpoints" / "latest" / "meta.json", path / "meta.json"):
         if meta.is_file():
-            content = read_json(meta, _MAX_META)
-            if isinstance(content, dict) and isinstance(content.get("config"), str):
-                return content["config"]
-    return None
+            # a run may have whole checkpoints besides
+            with suppress(OSError, ValueError) if has_yaml else nullcontext():
+                read = read_json(meta, _MAX_META)
+                if isinstance(read, dict):
+                    content = read
+    if has_yaml:
+        content["config"] = read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
+    text, names = content.get("config"), content.get("class_names")
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        names = []
+    return text if isinstance(text, str) else None, names
 
 
 def _dense_swin(name: str) -> str | None:
@@ -439,6 +448,20 @@ def _window_size(situation: Situation) -> tuple[object, str] | None:
     return None
 
 
+def _class_map(situation: Situation) -> tuple[object, str] | None:
+    from swinv2_moe.data.classes import NO_CLASS, known_classes  # imports timm
+
+    names = situation.pictures.class_names
+    if not situation.weights.name:
+        return None
+    rows = known_classes(situation.weights.class_names, names)
+    known = len(names) - rows.count(NO_CLASS)
+    if not known:
+        return "new", "the weights know none of the classes"
+    reason = f"the weights know {known} of the {len(names)} classes by name, whose rows are kept"
+    return "", reason
+
+
 def _epochs(situation: Situation) -> tuple[object, str]:
     pictures = 30_000
     if not situation.weights.name:
@@ -507,8 +530,9 @@ RULES = (
     ),
     Rule(
         "MODEL.CLASS_MAP",
-        "`new` with pretrained weights: the classifier is new",
-        _if_pretrained("new", "the classes are new"),
+        "`new` with pretrained weights that know none of the classes by name; otherwise empty, and"
+        " the known classes take over their rows of the classifier",
+        _class_map,
     ),
     Rule(
         "TRAIN.EPOCHS",

@@ -46,7 +46,7 @@ def ruled(pictures: Pictures, given: dict[str, object] | None = None, **keys: ob
 
 
 def photographs(num_train: int = 1000, side: int = 224) -> Pictures:
-    return Pictures("photos", num_train, 100, 10, side + 50, side, 0.0)
+    return Pictures("photos", num_train, 100, list("0123456789"), side + 50, side, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +154,44 @@ def test_the_image_follows_the_weights_and_the_pictures():
     assert larger["MODEL.SWINV2.WINDOW_SIZE"] == 12
     assert ruled(photographs(), {"DATA.IMG_SIZE": 192})["MODEL.SWINV2.WINDOW_SIZE"] == 12
     assert "MODEL.SWINV2.WINDOW_SIZE" not in ruled(photographs(), {"DATA.IMG_SIZE": 72})
+
+
+@pytest.mark.parametrize(
+    ("trained", "class_map", "reason"),
+    [
+        ([], "new", "the weights know none of the classes"),
+        (["dogs", "cats"], "new", "the weights know none of the classes"),
+        (["dog", "cats"], "", "the weights know 1 of the 2 classes by name"),
+        (["n01440764", "n02123045"], "", "the weights know 1 of the 2"),  # the second is a tabby
+    ],
+)
+def test_rows_of_known_classes_are_kept(trained, class_map, reason):
+    pictures = photographs()._replace(class_names=["dog", "Tabby"])
+    chosen, lines = apply_rules(pictures, Weights("some", SWIN, "", trained), {})
+    assert chosen["MODEL.CLASS_MAP"] == class_map
+    assert any(reason in line for line in lines)
+    assert "MODEL.CLASS_MAP" not in apply_rules(pictures, Weights("", {}, ""), {})[0]
+
+
+@pytest.mark.parametrize(
+    ("meta", "class_map"),
+    [
+        ('{"class_names": ["dog"]}', ""),
+        ('{"class_names": [1]}', "new"),
+        ("{", "new"),
+        (None, "new"),
+    ],
+)
+def test_the_classes_of_a_run(tmp_path, meta, class_map):
+    """A damaged checkpoint is no reason to refuse a run, which may have others."""
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    latest.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("MODEL: {MOE: {NUM_EXPERTS: 0}}\n")
+    if meta:
+        (latest / "meta.json").write_text(meta)
+    photos = write(tmp_path / "photos", {"cat": 5, "dog": 5})
+    found = choose(str(photos), ["MODEL.PRETRAINED", str(tmp_path / "run")])
+    assert class_map == found.config.MODEL.CLASS_MAP
 
 
 def test_the_largest_batch():
