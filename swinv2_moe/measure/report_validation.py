@@ -129,7 +129,8 @@ def validate(
 def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     data = deployed.data
     sources, renamed = deployed.aligned(load_sources(data, validation_only=True))
-    warnings = [note[9:] for note in sources.notes if note.startswith("warning: ")]
+    start = "warning: "
+    warnings = [note.removeprefix(start) for note in sources.notes if note.startswith(start)]
     if renamed:
         warnings.append(renamed)
     names = sources.class_names
