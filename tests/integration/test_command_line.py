@@ -97,7 +97,7 @@ BAD_INPUT = {
     "--cfg {root}/not.yaml": "not.yaml ... not valid YAML",
     "--opts DATA.BATCH_SIZE 64": "DATA.BATCH_SIZE is 64 ... 48",
     "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
-    "--resume {root}/a_file": "--resume ... a_file: is a file ... must be a run or a checkpoint",
+    "--resume {root}/a_file": "--resume ... a_file: is a file ... must be a run, a checkpoint or",
     "--resume {root}/newer": "newer has format version 9, this program knows 1",
     "--resume {root}/weights": "weights holds only weights ... MODEL.PRETRAINED",
     "--resume {root}/damaged": "damaged: experts/layers.1.blocks.0.mlp.moe/0002 ... is missing",

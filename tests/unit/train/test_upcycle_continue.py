@@ -124,7 +124,7 @@ def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
     with pytest.raises(UserError, match=r"cannot be upcycled .*experts\.w1 .*nothing was loaded"):
         train(config)
     weights = continued(source / "model.safetensors")
-    with pytest.raises(UserError, match=r"MODEL\.PRETRAINED .*safetensors: is a file"):
+    with pytest.raises(UserError, match=r"MODEL\.PRETRAINED .*safetensors: its format is None"):
         train(make_config(tmp_path / "b", weights))
     complete = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
     train(make_config(tmp_path / "complete", complete))
