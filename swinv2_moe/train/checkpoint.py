@@ -147,7 +147,7 @@ def find_checkpoint(
         path = Path(resume)
         is_run = (path / "checkpoints").is_dir() or bool(checkpoints_below(path))
         if world.agree(path.suffix == ".safetensors" and path.is_file()):
-            return world.on_every_rank(lambda: open_file(path, f"{key} "))
+            return world.on_every_rank(lambda: open_file(path, key))
         if not world.agree(is_run):
             return open_checkpoint(path, world, key, weights_only)
     if (path / "checkpoints").is_dir():
@@ -172,21 +172,21 @@ def find_checkpoint(
     raise UserError(f"{key} {resume}: holds no checkpoint (a directory with meta.json)")
 
 
-def open_file(file: Path, key: str = "") -> Checkpoint:
+def open_file(file: Path, key: str = "checkpoint") -> Checkpoint:
     """A file of `convert-checkpoint export single` as a checkpoint that holds weights alone.
 
     Args:
-        key: what names the file, and a space, for messages.
+        key: what names the file, for messages.
 
     Raises:
         UserError: it is no such file.
     """
     if file.suffix != ".safetensors":
-        raise UserError(f"{key}{file}: a single file is a .safetensors file")
+        raise UserError(f"{key} {file}: a single file is a .safetensors file")
     metadata = read_metadata(file)
     if metadata.get("format") != SINGLE_FORMAT:
         raise UserError(
-            f"{key}{file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}"
+            f"{key} {file}: its format is {metadata.get('format')!r}, not {SINGLE_FORMAT!r}"
         )
     try:
         class_names, step = parse_json(metadata["class_names"]), parse_json(metadata["step"])
@@ -194,7 +194,7 @@ def open_file(file: Path, key: str = "") -> Checkpoint:
         COUNT(step, "step")
         config = metadata["config"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"{key}{file}: its metadata cannot be used ({error})") from error
+        raise UserError(f"{key} {file}: its metadata cannot be used ({error})") from error
     meta = {"step": step, "config": config, "class_names": class_names, "training": None}
     return Checkpoint(file, meta | {"experts": {}, "files": {}})
 

@@ -8,7 +8,6 @@ torch, unless the architecture of weights has to be asked of timm.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -336,12 +335,16 @@ def _recorded(path: Path) -> tuple[str | None, list[str]]:
         content["class_names"] = parse_json(str(content.get("class_names", "[]")))
     has_yaml = (path / "config.yaml").is_file()
     for meta in (path / "checkpoints" / "latest" / "meta.json", path / "meta.json"):
-        if meta.is_file():
-            # a run may have whole checkpoints besides
-            with suppress(OSError, ValueError) if has_yaml else nullcontext():
-                read = read_json(meta, _MAX_META)
-                if isinstance(read, dict):
-                    content = read
+        if not meta.is_file():
+            continue
+        try:
+            read = read_json(meta, _MAX_META)
+        except (OSError, ValueError):
+            if not has_yaml:
+                raise
+            continue  # a damaged checkpoint of a run, which may have others
+        if isinstance(read, dict):
+            content = read
     if has_yaml:
         content["config"] = read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
     text, names = content.get("config"), content.get("class_names")

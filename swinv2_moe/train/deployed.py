@@ -37,7 +37,7 @@ from swinv2_moe.train import checkpoint
 from swinv2_moe.train.agreement import check_same_start
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World, expert_group, open_world
-from swinv2_moe.train.meta import new_split
+from swinv2_moe.train.meta import split_warning
 from swinv2_moe.train.optim import build_autocast, without_slow_amp
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Deployed:
         """
         if self.data.val_split:
             training = self.source.meta.get("training")
-            warning = new_split(training, len(sources.train), len(sources.val))
+            warning = split_warning(training, len(sources.train), len(sources.val))
             if warning:
                 sources = sources._replace(notes=(*sources.notes, warning))
         trained, names = self.source.meta["class_names"], sources.class_names

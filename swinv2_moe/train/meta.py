@@ -208,8 +208,9 @@ def write_meta(directory: Path, meta: dict) -> dict:
     return meta
 
 
-def new_split(training: dict | None, num_train: int, num_val: int) -> str | None:
-    """A message if DATA.VAL_SPLIT holds out images of a folder that has changed since.
+def split_warning(training: dict | None, num_train: int, num_val: int) -> str | None:
+    """A warning if DATA.VAL_SPLIT splits a folder that has more or fewer images than in training;
+    otherwise None.
 
     Args:
         training: the state of the training; None for weights only.

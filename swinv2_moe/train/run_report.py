@@ -17,7 +17,7 @@ from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.meta import new_split
+from swinv2_moe.train.meta import split_warning
 from swinv2_moe.train.progress import accounted_share
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.section import TrainConfig
@@ -73,7 +73,7 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
         )
     if trainer.config.data.val_split:
         data = trainer.data
-        warning = new_split(source.meta["training"], data.train_size, data.val_size)
+        warning = split_warning(source.meta["training"], data.train_size, data.val_size)
         if warning:
             lines.append(warning)
     if progress.to_target.target and "time_to_target" not in source.meta["training"]:
