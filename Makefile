@@ -11,7 +11,7 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-random test-newest lint clean compiler
+.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-random test-slow test-newest lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
@@ -22,6 +22,7 @@ help:
 	@echo "make wheel   a wheel with the compiled kernels of all CPUs of this kind, into dist/: for machines without a compiler"
 	@echo "make test    lint, then the whole test suite, detection included"
 	@echo "make test-random   the suite in another order with other random examples; the printed SEED=N repeats it"
+	@echo "make test-slow   the tests that take minutes; PART=3/8 runs the third of eight parts, each of less than 40 minutes on two cores"
 	@echo "make test-newest   as make test, with the newest torch that pyproject.toml allows, in $(NEWEST)"
 	@echo "make lint    ruff, mypy and tests/lint.py alone"
 	@echo "make setup   the environment alone, in $(VENV)"
@@ -80,6 +81,10 @@ test-random: $(VENV)/.installed-detection
 	@echo "SEED=$(SEED)"
 	$(PYTEST) --randomly-seed=$(SEED) --hypothesis-profile=random --hypothesis-seed=$(SEED)
 
+# PART=3/8: the third of eight parts. tests/slow.csv keeps how each file ended.
+test-slow: $(VENV)/.installed-outside
+	$(PY) tests/slow.py $(addprefix --part ,$(PART))
+
 # mmcv may not compile for a torch that is newer than itself.
 test-newest:
 	@$(MAKE) --no-print-directory test VENV=$(NEWEST) UNPINNED='torch|torchvision' \
@@ -118,6 +123,13 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | compiler
 $(VENV)/.installed-detection: pyproject.toml constraints.txt | $(VENV)/.installed-run
 	@echo "Installing swinv2-moe[detection] into $(VENV)."
 	@$(PY) -m swinv2_moe.detection.install $(VENV)/detection.log || $(NO_DETECTION)
+	@touch $@
+
+# In isolation DeepSpeed would install a second torch to build itself.
+$(VENV)/.installed-outside: pyproject.toml constraints.txt | $(VENV)/.installed-detection
+	@echo "Installing swinv2-moe[outside] into $(VENV)."
+	@$(PY) -m pip install --no-input --progress-bar off --no-build-isolation -c $(VENV)/constraints.txt -e '.[outside]' >$(VENV)/outside.log 2>&1 || \
+	  { tail -n 20 $(VENV)/outside.log; exit 1; }
 	@touch $@
 
 # --clear: whatever stands there has no pip that runs, so nothing in it is worth keeping.

@@ -413,6 +413,7 @@ def in_loop(rank: int, package: str, folder: Path) -> None:
         LOOPS[package](rank, folder, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", list(LOOPS))
 def test_trainers_train_experts_as_one_process(package, run_processes, tmp_path):
     pytest.importorskip(package)

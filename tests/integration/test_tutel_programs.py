@@ -8,11 +8,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gloo_processes import ROOT, Processes
+from PIL import Image
 
-# A directory with Tutel's repository, for the slow test.
+# Directories with Microsoft's Tutel and Swin-Transformer, for the slow tests.
 SOURCE = os.environ.get("TUTEL_SOURCE", "")
+SWIN_SOURCE = os.environ.get("SWIN_SOURCE", "")
 PROGRAM = """
 import torch
 import tutel
@@ -113,3 +116,117 @@ def test_tutels_own_examples(shim, tmp_path, program, arguments, num_ranks, loss
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.findall(r"STEP-\d+: loss = ([\d.]+)", done.stdout)
     assert (float(found[0]), float(found[9])) == pytest.approx(losses, abs=2e-5)
+
+
+# Swin-Transformer's main_moe.py calls CUDA, and a timm of 2021. Python imports this file first.
+START = """
+import contextlib
+import sys
+import types
+
+import timm.scheduler.cosine_lr
+import torch
+import torch.distributed
+
+torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **options: self
+for name in ("set_device", "synchronize", "empty_cache", "manual_seed"):
+    setattr(torch.cuda, name, lambda *args: None)
+torch.cuda.max_memory_allocated = lambda *args: 0
+torch.cuda.amp.autocast = lambda enabled: contextlib.nullcontext()
+
+
+def replace(owner, name, make):
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+replace(torch.distributed, "init_process_group", lambda f: lambda backend, **o: f("gloo", **o))
+replace(
+    torch.nn.parallel.DistributedDataParallel,
+    "__init__",
+    lambda f: lambda self, module, device_ids, **o: f(self, module, **o),
+)
+replace(
+    timm.scheduler.cosine_lr.CosineLRScheduler,
+    "__init__",
+    lambda f: lambda self, *args, t_mul, **o: f(self, *args, cycle_mul=t_mul, **o),
+)
+
+
+class GradScaler:
+    def scale(self, loss):
+        return loss
+
+    def unscale_(self, optimizer):
+        pass
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def update(self):
+        pass
+
+    def state_dict(self):
+        return {"scale": 1.0}
+
+
+torch.cuda.amp.GradScaler = GradScaler
+sys.modules["termcolor"] = types.ModuleType("termcolor")
+sys.modules["termcolor"].colored = lambda text, *args, **options: text
+"""
+# MLP_FC2_BIAS is off in every released configuration.
+SWIN_MOE = """
+DATA: {IMG_SIZE: 32, DATASET: imagenet, NUM_WORKERS: 0, PIN_MEMORY: False}
+MODEL:
+  TYPE: swin_moe
+  NAME: tiny
+  DROP_PATH_RATE: 0.0
+  SWIN_MOE: {PATCH_SIZE: 4, EMBED_DIM: 16, DEPTHS: [1, 2], NUM_HEADS: [2, 4], WINDOW_SIZE: 4,
+    PRETRAINED_WINDOW_SIZES: [0, 0], MLP_FC2_BIAS: False, MOE_BLOCKS: [[-1], [1]],
+    NUM_LOCAL_EXPERTS: 2, AUX_LOSS_WEIGHT: 1.0}
+TRAIN: {EPOCHS: 2, WARMUP_EPOCHS: 1, BASE_LR: 0.05, WARMUP_LR: 0.01, MIN_LR: 0.001, CLIP_GRAD: 3.0}
+AUG: {MIXUP: 0.0, CUTMIX: 0.0}
+TEST: {CROP: False}
+PRINT_FREQ: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory) -> Path:
+    """Pictures of five classes, as folders."""
+    folder, random = tmp_path_factory.mktemp("noise"), np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 4)):
+        for label in range(5):
+            (folder / split / str(label)).mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / str(label) / f"{i}.png")
+    return folder
+
+
+# What the program prints with Tutel's CPU build (commit ac0e51b) and torch 2.11.0: the loss and the
+# gradient's norm of the first and the last step.
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    not SWIN_SOURCE, reason="SWIN_SOURCE, Swin-Transformer's repository, is not set"
+)
+@pytest.mark.parametrize(
+    ("num_ranks", "first", "last"),
+    [(1, (6.9298, 1.2974), (6.5048, 2.6230)), (2, (6.8874, 0.9817), (6.5229, 2.3268))],
+)
+def test_swin_transformers_own_program(shim, noise, tmp_path, num_ranks, first, last):
+    (tmp_path / "sitecustomize.py").write_text(START)
+    (tmp_path / "tiny.yaml").write_text(SWIN_MOE)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += [f"--nproc_per_node={num_ranks}", str(Path(SWIN_SOURCE) / "main_moe.py")]
+    words += ["--cfg", "tiny.yaml", "--data-path", str(noise), "--batch-size", "8"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT), shim])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"Train: .*\tloss ([\d.]+) .*grad_norm ([\d.]+)", done.stdout + done.stderr)
+    assert len(found) == 20 // num_ranks
+    steps = [tuple(map(float, step)) for step in found]
+    # Printed with 4 decimals; sums in another order.
+    assert steps[0] == pytest.approx(first, abs=2e-4)
+    assert steps[-1] == pytest.approx(last, abs=2e-3)

@@ -2,15 +2,21 @@
 these tests."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 import timm
 import torch
+from gloo_processes import ROOT
 from timm.models import create_feature_extractor
 
 import swinv2_moe.models.api  # noqa: F401 - registers the names
 from moe_core import MoEConfig, MoELayer
 
+# timm's source, of the installed version, for the slow test.
+TIMM_SOURCE = os.environ.get("TIMM_SOURCE", "")
 FORMS = ("swinv2_moe_nano_window4_16", "swin_moe_small_window12_192")
 SMALL = {"img_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
 SMALL |= {"window_size": 4, "moe_blocks": ((), (1,)), "num_classes": 5, "num_experts": 4}
@@ -108,3 +114,14 @@ def test_logits_after_deferred_initialisation(name, how, images, randomize):
             model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
     torch.testing.assert_close(model(images.double()), plain(images.double()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.skipif(not TIMM_SOURCE, reason="TIMM_SOURCE, timm's source with its tests, is not set")
+def test_timms_own_tests(tmp_path):
+    program = ROOT / "tests" / "integration" / "timm_conventions.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(program), TIMM_SOURCE]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
