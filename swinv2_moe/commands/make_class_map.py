@@ -25,10 +25,11 @@ def main() -> None:
     parser.add_argument("classes", help="the classes of the new data, in one of these forms")
     parser.add_argument("--output", required=True, metavar="FILE")
     args = parser.parse_args()
-    from swinv2_moe.data.classes import NO_CLASS, class_names, map_classes
+    from swinv2_moe.data.classes import NO_CLASS, check_counting, class_names, map_classes
 
-    names = class_names(args.classes)
-    numbers = map_classes(class_names(args.pretrained), names)
+    trained, names = class_names(args.pretrained), class_names(args.classes)
+    check_counting(trained, names, args.pretrained)
+    numbers = map_classes(trained, names)
     missing = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
     if len(missing) == len(names):
         raise UserError(

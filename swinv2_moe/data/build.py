@@ -24,7 +24,7 @@ from swinv2_moe.data.samplers import (
 from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
-from swinv2_moe.data.sources.base import relabelled
+from swinv2_moe.data.sources.base import Subset, relabelled
 from swinv2_moe.errors import UserError
 
 S = TypeVar("S", bound=Sampler[int])
@@ -196,6 +196,26 @@ def relabel(sources: Sources, numbers: Sequence[int], class_names: list[str]) ->
         else:
             splits.append(relabelled(source, numbers))
     return sources._replace(train=splits[0], val=splits[1], class_names=class_names)
+
+
+def in_recorded_order(sources: Sources, recorded: list[str]) -> Sources:
+    """The sources with their classes, and images, in the order of a checkpoint of the same classes:
+    earlier versions sorted numbered folders as text.
+
+    Args:
+        recorded: the checkpoint's class names.
+    """
+    names = sources.class_names
+    if names == recorded or sorted(names) != sorted(recorded):
+        return sources
+    number = {name: i for i, name in enumerate(recorded)}
+    ordered = relabel(sources, [number[name] for name in names], recorded)
+    splits = []
+    for source in (ordered.train, ordered.val):
+        if not isinstance(source, ShardedImages):
+            source = Subset(source, np.argsort(source.targets, kind="stable"))
+        splits.append(source)
+    return ordered._replace(train=splits[0], val=splits[1])
 
 
 def _loader(

@@ -5,16 +5,15 @@ of such numbers.
 """
 
 import re
-import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from timm.data import ImageNetInfo
 
-from swinv2_moe.data.images import subfolders
+from swinv2_moe.data.images import WHOLE_NUMBER, normal_name, subfolders
 from swinv2_moe.errors import UserError, short, shortened
 from swinv2_moe.files import parse_json, read_bounded
 
@@ -37,28 +36,30 @@ class ClassMatch(NamedTuple):
     numbers: list[int]  # for each class of the data, its number in the checkpoint, or NO_CLASS
     unknown: list[str]  # names that only the data has
     missing: list[str]  # names that only the checkpoint has
-    # the names of one side are only numbers ("0", "1", ...), so the classes are matched by number
+    # only one side has names, the other one counts its classes (`_places`)
     by_number: bool = False
 
 
 def map_classes(pretrained: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """For each name in `classes`, its number in `pretrained`, or NO_CLASS. Two Unicode forms of a
-    name are the same name."""
-    numbers = {_normal(name): number for number, name in enumerate(pretrained)}
-    return [numbers.get(_normal(name), NO_CLASS) for name in classes]
+    """For each name in `classes`, its number in `pretrained`, or NO_CLASS. Names are compared as in
+    `normal_name`."""
+    numbers = {normal_name(name): number for number, name in enumerate(pretrained)}
+    return [numbers.get(normal_name(name), NO_CLASS) for name in classes]
 
 
 def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> ClassMatch:
     """Match the classes of a dataset with those of a checkpoint.
 
     Args:
-        trained: names of the checkpoint's classes.
+        trained: names of the checkpoint's classes; empty if it has none, but as many classes.
         names: names of the dataset's classes.
         where: the checkpoint, for messages.
 
     Raises:
-        UserError: no class is in both, or a name comes twice in one of them.
+        UserError: no class is in both, a name comes twice in one of them, or as `check_counting`.
     """
+    if not trained:
+        return ClassMatch(_places(names) or list(range(len(names))), [], [], by_number=True)
     if list(trained) == list(names):
         return ClassMatch(list(range(len(names))), [], [])
     for classes in (trained, names):
@@ -68,11 +69,13 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
                 f"{where}: cannot be matched with the classes of the data, since a name comes"
                 f" twice: {repeated}"
             )
+    check_counting(trained, names, where)
     numbers = map_classes(trained, names)
     used = set(numbers)
     if used == {NO_CLASS}:
-        if len(trained) == len(names) and (are_numbers(trained) or are_numbers(names)):
-            return ClassMatch(list(range(len(names))), [], [], by_number=True)
+        in_order = _by_number(trained, names)
+        if in_order:
+            return ClassMatch(in_order, [], [], by_number=True)
         raise UserError(
             f"{where}: has none of the classes of the data. The {len(trained):,} of the checkpoint:"
             f" {shortened(trained)}; the {len(names):,} of the data: {shortened(names)}"
@@ -92,8 +95,8 @@ def known_classes(trained: Sequence[str], names: Sequence[str]) -> list[int]:
         trained: names of the model's classes.
         names: names of the data's classes.
     """
-    counts = Counter(map(_normal, trained))
-    once = [name if counts[_normal(name)] == 1 else "" for name in trained]
+    counts = Counter(map(normal_name, trained))
+    once = [name if counts[normal_name(name)] == 1 else "" for name in trained]
     numbers = map_classes(once, names)
     if NO_CLASS in numbers:
         by_name = _english_names(trained)
@@ -118,8 +121,9 @@ def match_all(trained: Sequence[str], names: Sequence[str], where: str) -> list[
     """
     numbers = known_classes(trained, names)
     unknown = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
-    if unknown and len(trained) == len(names) and are_numbers(trained):
-        return list(range(len(names)))
+    in_order = _by_number(trained, names)
+    if unknown and in_order:
+        return in_order
     if unknown:
         raise UserError(
             f"{where}: does not know {len(unknown):,} of the {len(names):,} classes of the data:"
@@ -178,12 +182,59 @@ def _english_names(trained: Sequence[str]) -> dict[str, int]:
 
 def _plain(name: str) -> str:
     """The name in small letters, with spaces for underscores and hyphens."""
-    return " ".join(_normal(name).casefold().replace("_", " ").replace("-", " ").split())
+    return " ".join(normal_name(name).casefold().replace("_", " ").replace("-", " ").split())
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Whether the names only count the classes, as of a dataset without names."""
-    return list(names) == [str(number) for number in range(len(names))]
+    """Whether the names only count the classes, from 0 or 1, as of a dataset without names."""
+    return _places(names) is not None
+
+
+def check_counting(trained: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise UserError if the classes of both sides are whole numbers and seem to count from
+    different numbers: 1, 2, ... would be compared with 0, 1, ..., each with its neighbour.
+
+    Arguments as of `match_classes`.
+    """
+    known, asked = _numbers(trained), _numbers(names)
+    if not known or not asked or asked <= known:
+        return
+    for shift, change in ((1, "lower"), (-1, "raise")):
+        if {number - shift for number in asked} <= known:
+            raise UserError(
+                f"{where}: its classes are {min(known)} to {max(known)}, those of the data"
+                f" {min(asked)} to {max(asked)}: both seem to count the same classes, from"
+                f" different numbers; {change} the numbers of the data by 1 or, if equal numbers"
+                f" are the same class, leave out {shortened(sorted(asked - known))}"
+            )
+
+
+def _by_number(trained: Sequence[str], names: Sequence[str]) -> list[int] | None:
+    """For each class of the data its number in the checkpoint, if at least one side only counts its
+    classes; those of a side with names are taken in their order. Otherwise None."""
+    places, asked = _places(trained), _places(names)
+    if len(trained) != len(names) or (places is None and asked is None):
+        return None
+    order = range(len(names))
+    numbers = {place: number for number, place in enumerate(places or order)}
+    return [numbers[place] for place in asked or order]
+
+
+def _places(names: Sequence[str]) -> list[int] | None:
+    """For each name its place among them, if they are consecutive whole numbers from 0 or 1, in any
+    order; otherwise None."""
+    numbers = _numbers(names)
+    first = min(numbers, default=2)
+    if first > 1 or sorted(numbers) != list(range(first, first + len(names))):
+        return None
+    return [int(name) - first for name in names]
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    """The names as numbers; empty unless all of them are whole numbers."""
+    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
+        return set(map(int, names))
+    return set()
 
 
 def difference(trained: Sequence[str], names: Sequence[str], where: str) -> str:
@@ -196,24 +247,20 @@ def difference(trained: Sequence[str], names: Sequence[str], where: str) -> str:
             parts.append(f"only the {side} has {shortened(classes)}")
     if not parts:
         for number, (old, new) in enumerate(zip(trained, names, strict=True)):
-            if old != new:
+            if normal_name(old) != normal_name(new):
                 return f"class {number} is {old!r} in the checkpoint, {new!r} in the data"
     return "; ".join(parts)
 
 
 def _repeated(names: Sequence[str]) -> str:
-    """The first name that comes twice; "" if there is none."""
-    seen = set()
+    """The first name that comes twice, in both its forms if they differ; "" if there is none."""
+    seen: dict[str, str] = {}
     for name in names:
-        if _normal(name) in seen:
-            return repr(name)
-        seen.add(_normal(name))
+        key = normal_name(name)
+        if key in seen:
+            return " and ".join(map(repr, dict.fromkeys((seen[key], name))))
+        seen[key] = name
     return ""
-
-
-def _normal(name: str) -> str:
-    """The name in Unicode's composed form. macOS writes decomposed names into archives."""
-    return unicodedata.normalize("NFC", name)
 
 
 def class_names(source: str) -> list[str]:

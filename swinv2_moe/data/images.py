@@ -7,6 +7,8 @@ according to their EXIF orientation.
 import io
 import math
 import os
+import re
+import unicodedata
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -92,6 +94,7 @@ _VALUE_TAGS = (
     *(_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE),
 )
 _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
+WHOLE_NUMBER = re.compile("[0-9]{1,18}")  # the name of a class
 MAX_PIXELS = 120_000_000  # limit of an image
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
 
@@ -319,7 +322,8 @@ def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages
 
 
 def subfolders(folder: str) -> list[str]:
-    """The names of the folders in a folder, sorted, without those that are skipped.
+    """The names of the folders in a folder, without those that are skipped. They are sorted, as
+    numbers if all of them are whole numbers.
 
     Raises:
         UserError: the folder cannot be read, or a link in it leads nowhere.
@@ -330,7 +334,17 @@ def subfolders(folder: str) -> list[str]:
             names.append(entry.name)
         elif entry.is_symlink() and not os.path.exists(entry.path):
             raise UserError(f"{entry.path}: a link to nothing; remove it or repair it")
+    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
+        names.sort(key=int)
     return names
+
+
+def normal_name(name: str) -> str:
+    """A class name in the form in which they are compared: a whole number without zeros before it,
+    other names in Unicode's composed form. macOS writes decomposed names into archives."""
+    if WHOLE_NUMBER.fullmatch(name):
+        return str(int(name))
+    return unicodedata.normalize("NFC", name)
 
 
 def _files_below(folder: str, apart: frozenset[str]) -> Iterator[tuple[str, list[str]]]:

@@ -33,7 +33,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from moe_core import equal_tokens, prepared
-from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.build import evaluation_loader, in_recorded_order
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
@@ -109,6 +109,7 @@ def evaluate_few_shot(
     with open_deployed(resume, data, dataset, opts, asdict(protocol)) as deployed:
         world, config = deployed.world, deployed.data
         sources = world.on_every_rank(lambda: load_sources(config))
+        sources = in_recorded_order(sources, deployed.source.meta["class_names"])
         check_same_data(config.path, world, sources.train, sources.val, sources.class_names)
         _check_counts(sources.train.targets, sources, protocol, "training images")
         model = deployed.model(num_classes=0)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from moe_core.parallel import Ranks
 from swinv2_moe.data import Sources
-from swinv2_moe.data.build import Data, build_data, evaluation_loader
+from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_recorded_order
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
@@ -110,11 +110,11 @@ def load_data(
     background = stack.enter_context(background_staging(config.path, config.stage, world))
 
     def load() -> Data:
-        sources = None
-        if background is not None:
-            sources = background.sources()
+        sources = background.sources() if background is not None else load_sources(config)
         if with_classes is not None:
-            sources = with_classes(sources or load_sources(config))
+            sources = with_classes(sources)
+        if start is not None:
+            sources = in_recorded_order(sources, start.meta["class_names"])
         return build_data(config, world.rank, world.size, sources)
 
     data = world.on_every_rank(load)

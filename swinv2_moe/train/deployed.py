@@ -136,19 +136,25 @@ class Deployed:
                     f"{where}: has {count:,} classes without names, the data ({self._place()}) has"
                     f" {len(names):,}"
                 )
-        if trained in ([], names):
+        if trained == names:
             return sources, None
         match = match_classes(trained, names, where)
-        if match.by_number:
-            note = (
-                "the classes are matched by number, since only one side has names: class 0 is"
-                f" {trained[0]!r} in the checkpoint, {names[0]!r} in the data"
-            )
-            if not are_numbers(trained):
-                names = trained
-            return sources._replace(class_names=names), note
         train = relabelled(sources.train, match.numbers)
         val = relabelled(sources.val, match.numbers)
+        if match.by_number:
+            names = [name for _, name in sorted(zip(match.numbers, names, strict=True))]
+            note = (
+                f"{where}: has no class names (`convert-checkpoint import --class-names FILE` gives"
+                f" them); its classes are taken to be, in order: {shortened(names)}"
+            )
+            if trained:
+                note = (
+                    "the classes are matched by number, since only one side has names: class 0 is"
+                    f" {trained[0]!r} in the checkpoint, {names[0]!r} in the data"
+                )
+            if trained and not are_numbers(trained):
+                names = trained
+            return Sources(train, val, names, sources.notes), note
         if not len(val):
             raise UserError(
                 f"{where}: knows no class of the validation images ({self._place()}):"

@@ -274,7 +274,8 @@ class Distillation:
             columns = f", {len(self.columns):,} of them are the data's"
             first = self.columns.tolist()[0]
             theirs, ours = teacher.class_names[first], self.class_names[0]
-            if are_numbers(teacher.class_names) and theirs != ours:
+            is_counted = are_numbers(teacher.class_names) or are_numbers(self.class_names)
+            if is_counted and theirs != ours:
                 columns += f", matched by number: class {first} is {theirs!r} there, {ours!r} here"
         return (
             f"teacher {teacher.name}: {len(teacher.class_names):,} classes{columns}, images of"

@@ -26,7 +26,7 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.config.checks import check_config
-from swinv2_moe.data.classes import NO_CLASS, known_classes, match_classes
+from swinv2_moe.data.classes import NO_CLASS, check_counting, known_classes, match_classes
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model, configured_windows, load_dense
 from swinv2_moe.models.hub import (
@@ -346,17 +346,21 @@ def _head_rows(
         trained: class names of the pretrained weights; empty if they are not known.
         class_names: of the data.
     """
-    if config.class_map or not trained:
+    if config.class_map:
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
+    if not trained:
+        names = shortened(class_names)
+        return None, (f"{where}: has no class names, they are taken to be, in order: {names}",)
     rows = known_classes(trained, class_names)
     unknown = [name for name, row in zip(class_names, rows, strict=True) if row == NO_CLASS]
-    if len(unknown) == len(rows):
-        try:
-            match_classes(trained, class_names, where)
-        except UserError as error:
-            raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
-        return None, (f"{where}: the classes are matched by number, only one side has names",)
+    note = f"{where}: the classes are matched by number, only one side has names"
+    try:
+        check_counting(trained, class_names, where)
+        if len(unknown) == len(rows):
+            return match_classes(trained, class_names, where).numbers, (note,)
+    except UserError as error:
+        raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
     if rows == list(range(len(trained))):
         return None, ()
     count = len(class_names) - len(unknown)

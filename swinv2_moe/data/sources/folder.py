@@ -6,7 +6,6 @@ N images
 import glob
 import hashlib
 import os
-import unicodedata
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from swinv2_moe.data.images import (
     SUFFIXES,
     find_images,
     left_out_line,
+    normal_name,
     subfolders,
 )
 from swinv2_moe.data.section import DataConfig, register_dataset
@@ -212,7 +212,7 @@ def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageF
 
 
 def _classes(split: str) -> list[str]:
-    """The names of the class folders, sorted."""
+    """The names of the class folders in the order of `subfolders`."""
     check_directory("DATA.PATH", split)
     classes = subfolders(split)
     if classes:
@@ -233,16 +233,15 @@ def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) 
         missing = sorted(set(classes) - set(others))
         if missing:
             differences.append(f"only in {split}/: {shortened(missing)}")
-    if sorted(map(_composed, train)) == sorted(map(_composed, val)):
-        differences.append("these are equal, but with accents in another Unicode form: rename one")
+    if sorted(map(normal_name, train)) == sorted(map(normal_name, val)):
+        differences.append(
+            "these are equal, but with zeros before a number or accents in another Unicode form:"
+            " rename one"
+        )
     raise UserError(
         f"DATA.PATH is {root!r}: train/ has {len(train)} class folders and {name}/ {len(val)},"
         f" they must be the same ({'; '.join(differences)})"
     )
-
-
-def _composed(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
 
 
 def _image_files(

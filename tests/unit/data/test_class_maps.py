@@ -23,6 +23,7 @@ PUBLISHED = [359, 368, 460, 475, 486, 492, 496, 514, 516, 525]
 def test_imagenet_22k_to_1k():
     numbers = map_classes(class_names("imagenet-22k"), class_names("imagenet-1k"))
     assert numbers[:10] == PUBLISHED
+    assert map_classes(["01", "9" * 5000], ["1", "9" * 5000, "9" * 18]) == [0, 1, -1]
     missing = [i for i, number in enumerate(numbers) if number == -1]
     assert missing == [850]  # the teddy bear is not in the fall 2011 set
     names = class_names("imagenet-22k")
@@ -40,6 +41,9 @@ def test_every_kind_of_source(tmp_path):
         (tmp_path / "train" / name).mkdir(parents=True)
     for source in ("names.txt", "run", "shards", "train"):
         assert class_names(str(tmp_path / source)) == names
+    for name in ("1", "2", "010"):
+        (tmp_path / "numbers" / name).mkdir(parents=True)
+    assert class_names(str(tmp_path / "numbers")) == ["1", "2", "010"]
     (tmp_path / "twice.txt").write_text("ant\nbee\nant\n")
     (tmp_path / "empty.txt").write_text("\n")
     for source, says in (
@@ -59,6 +63,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     done = make_class_map(old, new, "--output", output)
     assert (done.status, output.read_text()) == (0, "2\n-1\n")
     assert "1 of 2 classes" in done.out
+    old.write_text("0\n1\n2\n")
+    new.write_text("02\n00\n")
+    done = make_class_map(old, new, "--output", output)
+    assert (done.status, output.read_text()) == (0, "2\n0\n")
+    new.write_text("1\n2\n3\n")
+    done = make_class_map(old, new, "--output", output)
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "its classes are 0 to 2, those of the data 1 to 3" in done.err
     new.write_text("dog\n")
     done = make_class_map(old, new, "--output", output)
     assert (done.status, done.err.count("\n")) == (2, 1)
@@ -76,6 +88,9 @@ def test_all_classes_are_matched_by_id_or_english_name():
         match_all(["crane", "owl", "crane"], ["crane", "owl"], "t")
     assert match_all(["crane", "owl", "crane"], ["owl"], "t") == [1]
     assert match_all(imagenet_names(3), ["cat", "dog", "owl"], "t") == [0, 1, 2]
+    assert match_all(["cat", "dog", "owl"], ["1", "3", "2"], "t") == [0, 2, 1]
+    assert match_all(imagenet_names(3), ["02", "00", "01"], "t") == [2, 0, 1]
+    assert match_all(imagenet_names(3), ["1", "2", "3"], "t") == [0, 1, 2]  # without names
 
 
 @pytest.mark.parametrize(

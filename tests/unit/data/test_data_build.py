@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from swinv2_moe.config import data_config
-from swinv2_moe.data.build import build_data
+from swinv2_moe.data.build import build_data, in_recorded_order
 from swinv2_moe.data.sources import listed, load_sources
 
 
@@ -104,6 +104,19 @@ def test_folder_is_torchvisions_image_folder(folder_config, dataset):
         samples = [(source.name(i), source.targets[i]) for i in range(len(source))]
         assert samples == reference.samples
         assert sources.class_names == reference.classes
+
+
+def test_numbered_folders_are_in_the_order_of_their_numbers(make_data, make_folder):
+    """As timm has them; a checkpoint of earlier versions keeps theirs, which is torchvision's."""
+    root = make_folder(("1", "2", "010"), per_class=2)
+    sources = load_sources(make_data({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
+    assert sources.class_names == ["1", "2", "010"]
+    assert sources.val.targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sources.val.name(5) == f"{root}/val/010/1.png"
+    reference = ImageFolder(f"{root}/train")
+    train = in_recorded_order(sources, reference.classes).train
+    assert [(train.name(i), train.targets[i]) for i in range(len(train))] == reference.samples
+    assert in_recorded_order(sources, ["1", "2", "3"]) is sources
 
 
 def test_folder_paths_may_have_spaces_and_any_script(make_data, make_folder):

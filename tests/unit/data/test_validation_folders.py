@@ -68,7 +68,9 @@ def test_class_folders_that_differ_name_the_folder(load, root):
 def test_names_in_another_unicode_form(load, root):
     for split, form in (("train", "NFC"), ("val", "NFD")):
         os.rename(root / split / "cat", root / split / unicodedata.normalize(form, "kätzchen"))
-    with pytest.raises(UserError, match=r"equal, but with accents in another Unicode form: rename"):
+    with pytest.raises(
+        UserError, match=r"equal, but with .*accents in another Unicode form: rename"
+    ):
         load()
 
 

@@ -102,6 +102,52 @@ def test_classes_without_names_are_matched_by_number(align, monkeypatch):
     with pytest.raises(UserError, match="has none of the classes of the data"):
         align(numbers, ["a", "b"])
     monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 3)
-    assert align([], ["a", "b", "c"]) == (["a", "b", "c"], [0, 1, 2], None)
+    names, targets, note = align([], ["a", "b", "c"])
+    assert (names, targets) == (["a", "b", "c"], [0, 1, 2])
+    assert note.endswith("its classes are taken to be, in order: a, b, c")
     with pytest.raises(UserError, match=r"has 3 classes without names, the data .* has 2$"):
         align([], ["a", "b"])
+
+
+NUMBERS = [str(number) for number in range(12)]
+FROM_ONE = [str(number) for number in range(1, 13)]
+LETTERS = list("abcdefghijkl")
+
+
+@pytest.mark.parametrize("names", [NUMBERS, FROM_ONE, [f"{i:02}" for i in range(12)]])
+def test_classes_with_names_on_one_side_are_matched_by_number(names, align, monkeypatch):
+    """In any order: shards of earlier versions have numbered folders in the order of text."""
+    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 12)
+    as_text = sorted(names)
+    for data in (names, as_text):
+        found, targets, note = align(LETTERS, data)
+        assert (found, targets) == (LETTERS, [names.index(name) for name in data])
+        assert f"class 0 is 'a' in the checkpoint, '{names[0]}' in the data" in note
+        found, targets, note = align([], data)
+        assert (found, targets) == (names, [names.index(name) for name in data])
+        assert note.endswith(f"in order: {', '.join(names[:3])}, ... (12 in all)")
+    found, targets, _ = align(as_text, LETTERS)
+    assert targets == [as_text.index(name) for name in names]
+    assert [found[target] for target in targets] == LETTERS
+
+
+def test_whole_numbers_are_compared_as_numbers(align):
+    assert align(NUMBERS, [f"{i:02}" for i in range(12)]) == (NUMBERS, list(range(12)), None)
+    assert align(sorted(NUMBERS), ["003", "11"])[1] == [5, 3]
+    with pytest.raises(UserError, match="a name comes twice: '1' and '01'"):
+        align(NUMBERS, ["1", "01"])
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "says"),
+    [
+        (NUMBERS, FROM_ONE, "classes are 0 to 11, those of the data 1 to 12: .* lower .* out 12$"),
+        (FROM_ONE, NUMBERS, "classes are 1 to 12, those of the data 0 to 11: .* raise .* out 0$"),
+        (NUMBERS, ["03", "12"], "0 to 11, those of the data 3 to 12"),
+    ],
+)
+def test_numbers_that_count_from_elsewhere_are_refused(trained, names, says, align):
+    with pytest.raises(UserError, match=says):
+        align(trained, names)
+    assert align(NUMBERS, FROM_ONE[:-1])[1] == list(range(1, 12))
+    assert align(NUMBERS, [*NUMBERS, "12"])[1] == list(range(12))

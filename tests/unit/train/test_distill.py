@@ -337,6 +337,7 @@ def test_classes_of_the_data_and_of_the_teacher(config_of, colours, tmp_path):
     ("trained", "names", "says"),
     [
         ("01", "ab", "matched by number: class 0 is '0' there, 'a' here"),
+        ("ab", "10", "matched by number: class 1 is 'b' there, '1' here"),
         ("01", "10", None),
         ("bca", "ab", None),
     ],

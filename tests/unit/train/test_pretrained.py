@@ -121,6 +121,18 @@ def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle
     note = f"MODEL.PRETRAINED {source}: the classes are matched by number, only one side has names"
     found, _ = load(source, keys, "abcdefghij", [note])
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"])
+    places = [0, 2, 3, 4, 5, 6, 7, 8, 9, 1]
+    found, _ = load(
+        source,
+        keys,
+        ["00", "2", *"3456789", "1"],
+        [f"MODEL.PRETRAINED {source}: the classifier's rows of 10 classes are copied by name"],
+    )
+    assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][places])
+    with pytest.raises(
+        UserError, match=r"0 to 9, those of the data 1 to 10: .*CLASS_MAP new starts"
+    ):
+        load(source, keys, [str(number) for number in range(1, 11)])
 
 
 def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):

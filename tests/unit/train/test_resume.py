@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from PIL import Image
 from run_cases import interrupt_at, weights_of
 from tool_cases import refusal
 
@@ -163,6 +164,34 @@ def test_other_class_names_are_refused(make_trainer, save, tmp_path):
     trainer.data.class_names[:] = ["2", "a"]
     message = "other classes: only the checkpoint has 0, 1, 3, ... (9 in all); only the data has a"
     assert message in refusal(trainer.resume, source)
+
+
+def test_numbered_folders_keep_the_order_of_their_run(
+    make_config, tmp_path, monkeypatch, read_metrics
+):
+    """Earlier versions sorted them as text."""
+    for split in ("train", "val"):
+        for label in (1, 2, 10):
+            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
+            for i in range(32):
+                image = Image.new("L", (16, 16), 20 * label + i)
+                image.save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    keys = {"DATA.DATASET": "folder", "DATA.PATH": tmp_path / "data", "CHECKPOINT.STEPS": 2}
+    runs = [make_config(tmp_path / name, keys) for name in ("whole", "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr("swinv2_moe.data.sources.folder.subfolders", lambda folder: ["1", "10", "2"])
+        train(runs[0])
+        interrupt_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(runs[1])
+    train(runs[1], "auto")
+    metas = [
+        open_checkpoint(tmp_path / run / "checkpoints/latest").meta for run in ("whole", "run")
+    ]
+    assert [meta["class_names"] for meta in metas] == 2 * [["1", "10", "2"]]
+    lines = [without_measurements(tmp_path / run, read_metrics) for run in ("whole", "run")]
+    assert lines[0] == lines[1]
+    assert weights_of(tmp_path / "whole") == weights_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
