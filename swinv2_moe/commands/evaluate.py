@@ -85,8 +85,10 @@ def show(results: dict) -> None:
     row = [f"{results['images']:,}"]
     row += [percent(results[key]) for key in ("top1", "top5", "confidence", "ece")]
     row.append(f"{results['loss']:.4f}")
-    console.print(number_table(["images", "top-1", "top-5", "confidence", "ECE", "loss"], [row]))
-    console.print(number_table(["class", "images", "top-1"], class_rows(results["per_class"])))
+    row += [percent(results[key]) for key in ("balanced_accuracy", "macro_f1")]
+    columns = ["images", "top-1", "top-5", "confidence", "ECE", "loss", "balanced", "macro-F1"]
+    console.print(number_table(columns, [row]))
+    console.print(number_table(["class", "images", "recall"], class_rows(results["per_class"])))
     if "sweep" in results:
         columns = ["capacity", "dropped", "top-1", "top-5", "images/s", "relative"]
         rows = [sweep_row(entry) for entry in results["sweep"]]

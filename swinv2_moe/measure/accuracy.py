@@ -177,7 +177,11 @@ def evaluate_checkpoint(
 def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
     """Accuracy, mean confidence and calibration in percent, and the mean cross-entropy.
 
-    None stands for the accuracy of a class without images, and for top-5 of at most five classes.
+    `balanced_accuracy` and `macro_f1` are means over classes, in which each class counts the same:
+    of the recall (the `top1` of a class) and of F1, the harmonic mean of recall and precision.
+
+    None stands for the accuracy of a class without images, for F1 of a class that has no images and
+    was never predicted, and for top-5 of at most five classes.
 
     Args:
         predictions: for at least one image.
@@ -186,28 +190,42 @@ def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
     top5 = None
     if len(class_names) > 5:
         top5 = _percent(predictions.ranks < 5)
+    per_class = _per_class(predictions, hits, class_names)
     return {
         "images": len(hits),
         "top1": _percent(hits),
         "top5": top5,
+        "balanced_accuracy": _mean_of(per_class, "top1"),
+        "macro_f1": _mean_of(per_class, "f1"),
         "loss": float(predictions.losses.mean()),
         "confidence": _percent(predictions.confidence),
         "ece": 100 * calibration_error(predictions.confidence, hits),
         "reliability": reliability(predictions.confidence, hits),
-        "per_class": _per_class(predictions.targets, hits, class_names),
+        "per_class": per_class,
     }
 
 
-def _per_class(targets: np.ndarray, hits: np.ndarray, class_names: Sequence[str]) -> list[dict]:
-    counts = np.bincount(targets, minlength=len(class_names)).tolist()
-    correct = np.bincount(targets[hits], minlength=len(class_names)).tolist()
+def _per_class(
+    predictions: Predictions, hits: np.ndarray, class_names: Sequence[str]
+) -> list[dict]:
+    targets = predictions.targets
+    counts = [
+        np.bincount(numbers, minlength=len(class_names)).tolist()
+        for numbers in (targets, predictions.predicted, targets[hits])
+    ]
     classes = []
-    for name, images, right in zip(class_names, counts, correct, strict=True):
-        top1 = None
+    for name, images, predicted, right in zip(class_names, *counts, strict=True):
+        top1, f1 = None, None
         if images:
             top1 = 100 * right / images
-        classes.append({"name": name, "images": images, "top1": top1})
+        if images or predicted:
+            f1 = 200 * right / (images + predicted)
+        classes.append({"name": name, "images": images, "top1": top1, "f1": f1})
     return classes
+
+
+def _mean_of(classes: list[dict], key: str) -> float:
+    return float(np.mean([entry[key] for entry in classes if entry[key] is not None]))
 
 
 def _percent(shares: np.ndarray) -> float | None:

@@ -184,6 +184,8 @@ def _facts(measured: dict) -> dict[str, str]:
     facts = {"top-1": f"{measured['top1']:.2f}%"}
     if measured["top5"] is not None:
         facts["top-5"] = f"{measured['top5']:.2f}%"
+    facts["balanced accuracy"] = f"{measured['balanced_accuracy']:.2f}%"
+    facts["macro-F1"] = f"{measured['macro_f1']:.2f}%"
     facts["cross-entropy"] = f"{measured['loss']:.3f}"
     facts["mean confidence"] = f"{measured['confidence']:.2f}%"
     facts["calibration error"] = f"{measured['ece']:.2f}%"

@@ -485,8 +485,8 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     Args:
         run: a run; a checkpoint, a single file or a model of the package, which are taken as they
             are. "~" is expanded.
-        which: "best" (highest validation accuracy; the newest if none is marked), "latest" or the
-            number of a step.
+        which: "best" (as TRAIN.BEST_BY says; the newest if none is marked), "latest" or the number
+            of a step.
 
     Returns:
         The argument for `open_deployed`, and a line about the selection. For the newest checkpoint,

@@ -22,9 +22,16 @@ class Accuracy(NamedTuple):
 
     top1: float
     top5: float
+    balanced: float  # mean of the accuracies of the classes that have images
     loss: float
     images: int
     unreadable: list[str]
+
+    def score(self, best_by: str) -> float:
+        """The measure of TRAIN.BEST_BY, higher for a better model and always finite."""
+        if best_by == "loss":
+            return -min(1e30, self.loss)  # also for NaN
+        return {"top1": self.top1, "balanced": self.balanced}[best_by]
 
 
 class Predictions(NamedTuple):
@@ -49,16 +56,26 @@ def evaluate(
     not count. The model is in evaluation mode during the call. Afterwards each module has its
     previous mode again, even if `after_batch` raises.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(1, dtype=torch.float64, device=world.device)
     unreadable: list[str] = []
     with _evaluation_mode(model):
         for batch, logits in _outputs(model, loader, world, autocast):
-            totals += _count(logits, batch.targets)
+            totals = totals + _count(logits, batch.targets)
             unreadable += batch.unreadable
             after_batch()
-    top1, top5, loss, count = world.sum(totals).tolist()
+    top5, loss, *by_class = world.sum(totals).tolist()
+    images, hits = np.reshape(by_class, (2, -1))  # [C]
+    count = int(images.sum())
+    recalls = hits[images > 0] / images[images > 0]
     share = 1 / max(count, 1)
-    return Accuracy(100 * top1 * share, 100 * top5 * share, loss * share, int(count), unreadable)
+    return Accuracy(
+        100 * float(hits.sum()) * share,
+        100 * top5 * share,
+        100 * float(recalls.sum()) / max(len(recalls), 1),
+        loss * share,
+        count,
+        unreadable,
+    )
 
 
 @torch.inference_mode()
@@ -127,19 +144,17 @@ def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """[top-1 hits, top-5 hits, summed loss, labelled images] of a batch."""
+    """[2 + 2 C] of a batch: its top-5 hits and summed loss, the images of each class, and the top-1
+    hits of each class."""
     logits, targets = logits[targets >= 0], targets[targets >= 0]
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == targets.unsqueeze(1)
     loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack(
-        [
-            hits[:, 0].sum(),
-            hits.any(1).sum(),
-            loss,
-            torch.tensor(len(targets), device=logits.device),
-        ]
-    )
+    by_class = [
+        torch.bincount(classes, minlength=logits.shape[1])
+        for classes in (targets, targets[hits[:, 0]])
+    ]
+    return torch.cat([torch.stack([hits.any(1).sum(), loss]), *by_class])
 
 
 def _describe(logits: Tensor, targets: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class Trainer:
             steps_per_epoch=steps_per_epoch(accumulation, len(data.train_loader)),
             global_batch=config.train.batch_size * accumulation * world.size,
             to_target=TimeToTarget(config.train.target_top1, phases),
+            best_by=config.train.best_by,
         )
         self.schedule = optim.build_schedule(
             config.train,
@@ -177,7 +178,7 @@ class Trainer:
             accuracy = self.validate()
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         recorder.strategies(self.tuning.take_events(), progress.step)
-        is_best = progress.count_validation(accuracy.top1)
+        is_best = progress.count_validation(accuracy.top1, accuracy.score(progress.best_by))
         self._record_telemetry(recorder, epoch)
         self._record_epoch(recorder, epoch, train_loss, accuracy, self._epoch_seconds())
         progress.epoch_seconds = 0.0
@@ -328,13 +329,17 @@ class Trainer:
             "val_loss": accuracy.loss,
             "val_top1": accuracy.top1,
             "val_top5": accuracy.top5,
+            "val_balanced": accuracy.balanced,
             "seconds": seconds,
         }
         recorder.epoch(values, self.progress.step)
+        balanced = ""
+        if self.progress.best_by == "balanced":
+            balanced = f"  balanced {accuracy.balanced:.2f}%"
         recorder.print_lines(
             f"epoch {epoch}/{self.progress.epochs}  train loss {train_loss:.4f}"
             f"  val loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f}%"
-            f"  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"
+            f"{balanced}  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"
         )
 
     def _record_telemetry(self, recorder: Recorder, epoch: int) -> None:

@@ -94,6 +94,8 @@ _CLASSIFIER_TRAINING = record(
         "images": list_of(COUNT, length=2),  # to train on, to validate
         "time_to_target": _time_to_target,
         "loss_watch": _LOSS_WATCH,
+        "best_by": TEXT,
+        "best_score": NUMBER,
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
         "dense_updates": COUNT,
         "epoch_losses": NUMBER,

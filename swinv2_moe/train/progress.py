@@ -290,7 +290,9 @@ class Progress:
     epoch_losses: float = 0  # their number; a fraction after a resume with another global batch
     epoch_seconds: float = 0.0  # of the current epoch, in earlier parts of a resumed run
     skipped: int = 0  # steps whose loss or gradient was not finite
-    best_top1: float = -1.0  # percent
+    best_top1: float = -1.0  # percent, of the best validation; negative: none yet
+    best_by: str = "top1"  # TRAIN.BEST_BY
+    best_score: float = 0.0  # of the best validation, in the measure of `best_by`
     last_top1: float | None = None
     loss_watch: LossWatch = field(default_factory=LossWatch)
 
@@ -333,14 +335,15 @@ class Progress:
             self.epoch_loss += result.loss
             self.epoch_losses += 1
 
-    def count_validation(self, top1: float) -> bool:
+    def count_validation(self, top1: float, score: float | None = None) -> bool:
         """Count a validation, and the epoch if it is complete.
 
         Args:
             top1: accuracy in percent.
+            score: the measure of TRAIN.BEST_BY, higher for a better model; None: `top1`.
 
         Returns:
-            Whether no accuracy so far is better.
+            Whether no validation so far is better.
         """
         self.validated_step = self.step
         if self.epoch_step == self.steps_per_epoch:
@@ -348,8 +351,12 @@ class Progress:
             self.epoch_step = 0
             self.epoch_loss = 0.0
             self.epoch_losses = 0
-        is_best = top1 >= self.best_top1  # of equals the later one, with a lower learning rate
-        self.best_top1 = max(self.best_top1, top1)
+        if score is None:
+            score = top1
+        # of equals the later one, with a lower learning rate
+        is_best = self.best_top1 < 0 or score >= self.best_score
+        if is_best:
+            self.best_top1, self.best_score = top1, score
         self.last_top1 = top1
         return is_best
 
@@ -372,6 +379,8 @@ class Progress:
             "steps_per_epoch": self.steps_per_epoch,
             "global_batch": self.global_batch,
             "best_top1": self.best_top1,
+            "best_by": self.best_by,
+            "best_score": self.best_score,
             "last_top1": self.last_top1,
             "time_to_target": self.to_target.state(),
             "loss_watch": self.loss_watch.state(),
@@ -387,12 +396,15 @@ class Progress:
         Args:
             step: number of steps before the state was taken.
             state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch",
-                "epoch_losses" and "epoch_seconds".
+                "epoch_losses", "epoch_seconds", "best_by" and "best_score". After a change of
+                TRAIN.BEST_BY the next validation is the best one.
         """
         self.step = step
         self.epoch = state["epoch"]
         self.validated_step = state["validated_step"]
-        self.best_top1 = state["best_top1"]
+        if state.get("best_by", "top1") == self.best_by:
+            self.best_top1 = state["best_top1"]
+            self.best_score = state.get("best_score", self.best_top1)
         self.last_top1 = state["last_top1"]
         self.skipped = state["skipped"]
         self.epoch_seconds = state.get("epoch_seconds", 0.0)

@@ -217,6 +217,12 @@ class TrainConfig:
         least=0,
         most=100,
     )
+    best_by: str = option(
+        "top1",
+        "what the checkpoint `best` is best in: validation accuracy (`top1`), its mean over the"
+        " classes (`balanced`, for classes with few images), or the validation loss (`loss`)",
+        choices=("top1", "balanced", "loss"),
+    )
     skip_non_finite: int = option(
         0,
         "consecutive steps with a non-finite loss or gradient that are skipped; one more"

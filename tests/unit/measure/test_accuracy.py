@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sklearn.metrics import f1_score, recall_score
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import (
@@ -94,6 +95,15 @@ def test_overall_and_by_class():
     assert {one["name"]: (one["images"], one["top1"]) for one in found["per_class"]} == expected | {
         "f": (1, 0)
     }
+    recalls = [
+        100 * value for value in recall_score(targets, predicted, average=None, zero_division=0)
+    ]
+    assert found["balanced_accuracy"] == pytest.approx((recalls[0] + recalls[2] + recalls[3]) / 3)
+    f1 = f1_score(targets, predicted, average=None)  # of the classes a, b, c and f
+    found_f1 = {one["name"]: one["f1"] for one in found["per_class"] if one["f1"] is not None}
+    assert found_f1 == pytest.approx(dict(zip("abcf", 100 * f1, strict=True)))
+    macro = f1_score(targets, predicted, average="macro")
+    assert found["macro_f1"] == pytest.approx(100 * macro)
 
 
 def test_top5_of_five_classes_says_nothing():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from swinv2_moe.train.evaluation import Accuracy
 from swinv2_moe.train.progress import PhaseTimes, Progress, TimeToTarget
 from swinv2_moe.train.step import StepResult
 
@@ -105,3 +106,22 @@ def test_of_equal_accuracies_the_later_one_is_the_best() -> None:
     progress = make()
     found = [progress.count_validation(top1) for top1 in (40.0, 40.0, 39.0, 41.0)]
     assert found == [True, True, False, True]
+
+
+def test_another_measure_chooses_the_best() -> None:
+    progress = make()
+    progress.best_by = "loss"
+    found = [
+        progress.count_validation(*pair) for pair in ((90.0, -0.8), (95.0, -0.9), (80.0, -0.7))
+    ]
+    assert found == [True, False, True]
+    assert (progress.best_top1, progress.last_top1) == (80.0, 80.0)
+    again = make()
+    again.best_by = "loss"
+    again.load(0, progress.state())
+    assert not again.count_validation(99.0, -0.75)
+    again = make()  # by top-1: scores of the loss are not compared with it
+    again.load(0, progress.state())
+    assert again.count_validation(10.0, 10.0)
+    assert Accuracy(90.0, 99.0, 50.0, float("nan"), 10, []).score("loss") == -1e30
+    assert Accuracy(90.0, 99.0, 50.0, 0.5, 10, []).score("balanced") == 50

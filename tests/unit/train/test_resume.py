@@ -219,7 +219,7 @@ def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp
     train(make_config(tmp_path / "run", keys))
     source = tmp_path / "run" / "checkpoints" / "latest"
     load = Progress.load
-    perfect = {"best_top1": 100.0}  # cannot be exceeded
+    perfect = {"best_top1": 100.0, "best_score": 100.0}  # cannot be exceeded
     monkeypatch.setattr(
         Progress, "load", lambda self, step, state: load(self, step, state | perfect)
     )
