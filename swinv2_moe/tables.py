@@ -16,15 +16,20 @@ from rich.text import Text
 
 from swinv2_moe.output import printable
 
+_WIDTH_OF_FILES = 100_000  # longer than any row of a table
+
 
 class Console(rich.console.Console):
     """rich's console without markup and highlighting. `print` writes each string as one line.
 
-    What it shows has passed `printable`, whatever the table or progress bar that contains it.
+    What it shows has passed `printable`, whatever the table or progress bar that contains it. Into
+    a file or a pipe, `soft_wrap` also writes each row of a table as one line.
     """
 
     def __init__(self, soft_wrap: bool = True, **options) -> None:
         super().__init__(soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False, **options)
+        if soft_wrap and not self.is_terminal:
+            self.width = _WIDTH_OF_FILES
 
     def print(self, *objects: RenderableType | Path, **options) -> None:
         if objects and all(isinstance(item, str | Path) for item in objects):
@@ -47,7 +52,8 @@ def number_table(
     text_columns: Collection[str] | None = None,
     markdown: bool = False,
 ) -> Table:
-    """A table with columns of numbers, aligned to the right, and columns of text.
+    """A table with columns of numbers, aligned to the right, and columns of text. A cell that is
+    wider than the terminal allows goes on in further lines.
 
     Args:
         columns: titles.
@@ -65,7 +71,7 @@ def number_table(
         justify: JustifyMethod = "right"
         if title in text_columns:
             justify = "left"
-        table.add_column(Text(printable(title)), justify=justify)
+        table.add_column(Text(printable(title)), justify=justify, overflow="fold")
     for row in rows:
         cells = [printable(cell) for cell in row]
         if markdown:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
+import swinv2_moe.tables
 from swinv2_moe.tables import in_words, number_table, seconds_left, steps_left
 
 
@@ -22,6 +23,16 @@ def test_numbers_stand_on_the_right_and_text_on_the_left() -> None:
     assert head.split() == ["name", "value", "note"]
     assert first.index("1.0") + 3 == second.index("100.0") + 5
     assert first.index("x") == second.index("yz")
+
+
+def test_long_names_are_complete(monkeypatch, capsys) -> None:
+    names = ["holiday/" + 40 * "very_long_" + ".jpg", "great white shark " * 9]
+    table = number_table(["picture", "class"], [names], text_columns=["picture", "class"])
+    assert sum(line.count("_") for line in lines(table)) == 80
+    assert sum(line.count("shark") for line in lines(table)) == 9
+    monkeypatch.setenv("COLUMNS", "60")  # no terminal: a line for each row
+    swinv2_moe.tables.Console().print(table)
+    assert "  ".join(names).strip() in capsys.readouterr().out
 
 
 def test_markdown() -> None:
