@@ -276,6 +276,9 @@ def _check_lengths(config: CfgNode) -> None:
         raise UserError(
             f"TEST.CROP_RATIO is {config.TEST.CROP_RATIO}, it must be 0 or between 0.1 and 1"
         )
+    for key, values in (("MEAN", config.DATA.MEAN), ("STD", config.DATA.STD)):
+        if not all(map(math.isfinite, values)):
+            raise UserError(f"DATA.{key} is {values}, its entries must be finite")
     if min(config.DATA.STD) <= 0:
         raise UserError(f"DATA.STD is {config.DATA.STD}, its entries must be above 0")
 

@@ -133,6 +133,8 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["DATA.CHANNELS", "1"], ["DATA.MEAN", "1 entries"]),
         (["DATA.CHANNELS", "0"], ["DATA.CHANNELS", "0", "1, 3"]),
         (["DATA.STD", "[1, 1, 0]"], ["DATA.STD", "0"]),
+        (["DATA.STD", "[1, 1, 1e999]"], ["DATA.STD", "inf", "finite"]),
+        (["DATA.MEAN", "[1e999, 1, 1]"], ["DATA.MEAN", "inf", "finite"]),
         (["MODEL.UPCYCLE", "run"], ["MODEL.UPCYCLE", "run", "MODEL.PRETRAINED"]),
         (["DATA.IMG_SIZE"], ["--opts", "pairs", "'DATA.IMG_SIZE'"]),
         # what no literal is made of
