@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, P
 from swinv2_moe.train.checkpoint import select_checkpoint
 from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 
-Picture = str | os.PathLike | Image.Image
+Picture = str | os.PathLike | bytes | np.ndarray | Image.Image
 _MAX_READERS = 8  # threads that read pictures
 _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
@@ -94,13 +95,15 @@ class Predictor:
         A picture that cannot be read has a Prediction with its `error`.
 
         Args:
-            pictures: a file, a folder, an image of Pillow, or several of these. Images of a folder
+            pictures: a file, a folder, an image of Pillow, the content of an image file (bytes), an
+                array (uint8 [H, W] or, as RGB, [H, W, 3]), or several of these. Images of a folder
                 and its subfolders are sorted by name.
             top_k: number of classes of a prediction, at most all classes.
             batch_size: pictures per forward pass; with expert choice always 1.
 
         Raises:
-            UserError: a file does not exist, a folder has no images, `top_k` or `batch_size` is
+            UserError: a file does not exist, a folder has no images, something else than a picture
+                or an array of another form, `top_k` or `batch_size` is
                 below 1, or the model's outputs are not finite.
         """
         return list(self.stream(find_pictures(pictures), top_k, batch_size))
@@ -137,6 +140,8 @@ class Predictor:
         try:
             if isinstance(picture, Image.Image):
                 image = upright(picture)
+            elif isinstance(picture, bytes):
+                image = decode(picture)
             else:
                 image = decode(read_file(picture))
             return self._transform(to_mode(image, self._mode))
@@ -179,24 +184,43 @@ class Predictor:
         return rows
 
 
-def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | Image.Image]:
-    """Replace folders by the images in them. Files and images of Pillow are unchanged.
+def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | bytes | Image.Image]:
+    """Replace folders by the images in them, and arrays by images. Other pictures are unchanged.
 
     Raises:
-        UserError: a file or directory does not exist, or a directory has no images.
+        UserError: a file or directory does not exist, a directory has no images, or what is given
+            is no picture.
     """
-    if isinstance(pictures, (str, os.PathLike, Image.Image)):
+    is_batch = isinstance(pictures, np.ndarray) and pictures.ndim == 4
+    if isinstance(pictures, Picture) and not is_batch:
         pictures = [pictures]
-    pictures_found: list[Path | Image.Image] = []
-    for picture in pictures:
-        if isinstance(picture, Image.Image):
-            pictures_found.append(picture)
+    found: list[Path | bytes | Image.Image] = []
+    for number, picture in enumerate(pictures):
+        if isinstance(picture, (bytes, Image.Image)):
+            found.append(picture)
+        elif isinstance(picture, (str, os.PathLike)):
+            found += image_paths([picture])
         else:
-            pictures_found += image_paths([picture])
-    return pictures_found
+            found.append(_image_of(picture, number))
+    return found
+
+
+def _image_of(picture: object, number: int) -> Image.Image:
+    """The image of an array. Raises UserError for anything else; `number`: its place."""
+    given = type(picture).__name__
+    if isinstance(picture, np.ndarray):
+        is_image = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] == 3)
+        if is_image and picture.dtype == np.uint8 and picture.size:
+            return Image.fromarray(picture)
+        given = f"an array of {picture.dtype} {list(picture.shape)}"
+    raise UserError(
+        f"picture {number} is {given}: predict takes a path, an image of Pillow, the bytes of an"
+        " image file, or an array of uint8 [H, W] or [H, W, 3] (0 to 255, RGB); values from 0 to 1:"
+        " (255 * x).round().astype('uint8'), channels first: x.transpose(1, 2, 0)"
+    )
 
 
 def _name(picture: Picture) -> str:
-    if isinstance(picture, Image.Image):
-        return ""
-    return os.fspath(picture)
+    if isinstance(picture, (str, os.PathLike)):
+        return os.fspath(picture)
+    return ""

@@ -112,6 +112,35 @@ def test_files_folders_and_images_in_memory(model, pictures):
     assert model.predict([]) == []
 
 
+def test_arrays_and_bytes(model, pictures):
+    image = Image.open(pictures / "one.jpg").convert("RGB")
+    expected = model.predict([image, image.convert("L")])
+    pixels = np.asarray(image)
+    assert model.predict([pixels, np.asarray(image.convert("L"))]) == expected
+    assert model.predict(np.stack([pixels, pixels])) == model.predict([image, image])
+    assert model.predict(pixels[::2, ::-1])[0].error is None
+    content = (pictures / "one.jpg").read_bytes()
+    (found,) = model.predict(content)
+    (of_file,) = model.predict(pictures / "one.jpg")
+    assert (found.file, found.top) == ("", of_file.top)
+    assert model.predict([content, b"text"])[1].error.startswith("none of the formats JPEG")
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        (np.zeros((8, 8, 3)), r"picture 0 is an array of float64 \[8, 8, 3\]: .* \(255 \* x\)"),
+        (np.zeros((3, 8, 8), np.uint8), r"array of uint8 \[3, 8, 8\]: .* x.transpose\(1, 2, 0\)"),
+        (np.zeros((0, 8), np.uint8), r"array of uint8 \[0, 8\]: "),
+        ([b"", torch.zeros(3, 8, 8)], "picture 1 is Tensor: predict takes a path"),
+        ([None], "picture 0 is NoneType"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_the_way_out(picture, says, model):
+    with pytest.raises(UserError, match=says):
+        model.predict(picture)
+
+
 def test_links_to_folders_are_followed_once(model, pictures, tmp_path):
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "holiday").symlink_to(pictures)
