@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, P
 from swinv2_moe.train.checkpoint import select_checkpoint
 from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 
-Picture = str | os.PathLike | bytes | np.ndarray | Image.Image
+Readable = str | os.PathLike | bytes | Image.Image
+Picture = Readable | np.ndarray
 _MAX_READERS = 8  # threads that read pictures
 _DROPLESS = ("MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0")
 
@@ -109,7 +111,7 @@ class Predictor:
         return list(self.stream(find_pictures(pictures), top_k, batch_size))
 
     def stream(
-        self, pictures: Sequence[Picture], top_k: int = TOP_K, batch_size: int = BATCH_SIZE
+        self, pictures: Sequence[Readable], top_k: int = TOP_K, batch_size: int = BATCH_SIZE
     ) -> Iterator[Prediction]:
         """As `predict`, but yields the predictions one by one. `pictures` may be only files and
         images.
@@ -135,7 +137,7 @@ class Predictor:
                 names = [_name(picture) for picture in pictures[start : start + batch_size]]
                 yield from self._predictions(names, inputs, top_k)
 
-    def _read(self, picture: Picture) -> Tensor | str:
+    def _read(self, picture: Readable) -> Tensor | str:
         """The model's input, float32 [C, S, S], or the reason why the picture cannot be read."""
         try:
             if isinstance(picture, Image.Image):
@@ -191,11 +193,12 @@ def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | bytes | 
         UserError: a file or directory does not exist, a directory has no images, or what is given
             is no picture.
     """
+    several: Any = pictures
     is_batch = isinstance(pictures, np.ndarray) and pictures.ndim == 4
     if isinstance(pictures, Picture) and not is_batch:
-        pictures = [pictures]
+        several = [pictures]
     found: list[Path | bytes | Image.Image] = []
-    for number, picture in enumerate(pictures):
+    for number, picture in enumerate(several):
         if isinstance(picture, (bytes, Image.Image)):
             found.append(picture)
         elif isinstance(picture, (str, os.PathLike)):
@@ -220,7 +223,7 @@ def _image_of(picture: object, number: int) -> Image.Image:
     )
 
 
-def _name(picture: Picture) -> str:
+def _name(picture: Readable) -> str:
     if isinstance(picture, (str, os.PathLike)):
         return os.fspath(picture)
     return ""
