@@ -5,26 +5,40 @@
 
 Each rank writes its own experts and reads the experts that it needs. The files do not depend on
 the number of ranks.
+
+A save is complete or has no effect:
+
+1. The ranks write and flush their files below `.save-<random>.tmp`.
+2. When every rank has done so, one rank renames this directory to `.save`. The save is complete.
+3. That rank moves the files to their names, over those of an earlier save.
+
+`load_tensors` reads a file in `.save` rather than the one of an earlier save. After a process was
+killed in step 3, the next save to the directory begins with the rest of it.
 """
 
 # E experts on this rank
 
+import os
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_core.config import ExpertShard
-from moe_core.files import open_regular
+from moe_core.files import fsync, open_regular, publish_directory
 from moe_core.parallel.gather import join_parts
+from moe_core.ranks import Ranks
 from moe_core.training import local_tensor, moe_layers
 
 TRUNK = "model.safetensors"
+_SAVE = ".save"  # a complete save whose files do not have their names yet
 
 
 def expert_file(layer: str, expert: int) -> str:
@@ -87,14 +101,123 @@ def save_tensors(
 ) -> None:
     """Write `tensors` to `directory`, in the form that `load_tensors` reads.
 
-    This is a collective: every rank calls it.
+    It replaces an earlier save in `directory`, whose files stay until all new ones are on the disk.
+    If a process is killed, or a file cannot be written, `load_tensors` still reads one whole save.
+
+    This is a collective: every rank calls it, with the same directory on a file system that all
+    ranks share.
+
+    Args:
+        is_main: whether this rank writes the trunk. Of several such ranks the first one does.
+            Ranks that share experts with no such rank write nothing.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, on any rank.
         ValueError: a tensor of experts is not [E, ...].
     """
-    for file, content in tensors_by_file(model, tensors, is_main):
-        write_tensors(directory / file, content)
+    directory = Path(directory)
+    name = f"{_SAVE}-{os.urandom(6).hex()}.tmp" if is_main else None
+    names = [chosen for chosen in _of_each_rank(model, name) if chosen]
+    if not names:
+        return
+    temporary = directory / names[0]
+    writes_trunk = name == names[0]
+    try:
+        files, error = _write_files(temporary, model, tensors, writes_trunk)
+        results = _of_each_rank(model, (files, error and f"{type(error).__name__}: {error}"))
+        errors = [problem for _, problem in results if problem]
+        if writes_trunk and not errors:
+            try:
+                _publish(directory, temporary, [file for files, _ in results for file in files])
+            except OSError as problem:
+                error = problem
+    finally:
+        if writes_trunk:  # does nothing once the directory has its other name
+            shutil.rmtree(temporary, ignore_errors=True)
+    errors += [problem for problem in _of_each_rank(model, error and str(error)) if problem]
+    if error is not None:
+        raise error
+    if errors:
+        raise OSError(f"{directory} is not saved, since another rank failed: {errors[0]}")
+
+
+def _of_each_rank(model: nn.Module, value: object) -> list:
+    """The `value` of each rank that shares experts of the model with this one."""
+    if not dist.is_initialized():
+        return [value]
+    groups: dict[dist.ProcessGroup | None, Ranks] = {}
+    for layer in moe_layers(model).values():
+        for ranks in (layer.group.ranks, layer.group.replicas):
+            groups[ranks.process_group] = ranks
+    values = {dist.get_rank(): value}
+    for ranks in groups.values():
+        for others in ranks.gather_objects(values, "saving tensors"):
+            values |= others
+    return [values[rank] for rank in sorted(values)]
+
+
+def _write_files(
+    directory: Path, model: nn.Module, tensors: dict[str, Tensor], writes_trunk: bool
+) -> tuple[list[str], Exception | None]:
+    """Write this rank's files and flush them to the disk. Returns their names, and the error."""
+    files: list[str] = []
+    error: Exception | None = None
+    try:
+        for file, content in tensors_by_file(model, tensors, writes_trunk):
+            if error is not None:
+                continue  # the other ranks wait for this one's parts of experts
+            try:
+                write_tensors(directory / file, content)
+                fsync(directory / file)
+                files.append(file)
+            except Exception as problem:
+                error = problem
+    except Exception as problem:
+        error = error or problem
+    return files, error
+
+
+def _publish(directory: Path, temporary: Path, files: list[str]) -> None:
+    """Make the files below `temporary` the save in `directory`."""
+    for file in files:
+        if not (temporary / file).is_file():
+            raise OSError(f"{temporary / file} is missing; do all ranks share {directory}?")
+    _finish(directory)
+    publish_directory(temporary, directory / _SAVE)
+    _finish(directory)
+    for leftover in directory.glob(f"{_SAVE}-*.tmp"):  # of killed processes
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _finish(directory: Path) -> None:
+    """Move the files of a complete save to their names, if there is one in `_SAVE`."""
+    save = directory / _SAVE
+    if not save.is_dir():
+        return
+    if (save / TRUNK).exists():
+        (save / TRUNK).replace(directory / TRUNK)
+    for layer in sorted(save.glob("experts/*")):
+        # The whole folder: an earlier save may have had more experts.
+        final, old = directory / "experts" / layer.name, save / "old" / layer.name
+        final.parent.mkdir(exist_ok=True)
+        old.parent.mkdir(exist_ok=True)
+        if final.exists():
+            final.rename(old)
+        layer.rename(final)
+        fsync(final.parent)
+    for path in save.glob("old/*/*"):
+        if path.is_file() and not (path.suffix == ".safetensors" and path.stem.isdecimal()):
+            path.rename(directory / "experts" / path.parent.name / path.name)  # not ours
+    fsync(directory)
+    shutil.rmtree(save)
+
+
+def _current(directory: Path, file: str) -> Path:
+    """The path of a file of the complete save in `directory`."""
+    unfinished = directory / _SAVE / file
+    # All experts of a layer are moved at once: none of an earlier save counts beside them.
+    exists = unfinished.exists() if file == TRUNK else unfinished.parent.exists()
+    return unfinished if exists else directory / file
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -127,15 +250,17 @@ def load_tensors(
         ValueError: a file is not a safetensors file, the files of experts have different names, or
             a tensor does not divide over the ranks of an expert. The message names the file.
     """
+    directory = Path(directory)
     tensors = _read(
-        directory / TRUNK, lambda name, content: _read_like(content, (like or {}).get(name))
+        _current(directory, TRUNK),
+        lambda name, content: _read_like(content, (like or {}).get(name)),
     )
     for layer_name, layer in moe_layers(model).items():
-        if not (directory / "experts").is_dir():
+        if not any((directory / part / "experts").is_dir() for part in ("", _SAVE)):
             continue  # a dense checkpoint: the caller's comparison reports missing tensors
         shard = layer.shard
         files = [
-            directory / expert_file(layer_name, shard.first_expert + e)
+            _current(directory, expert_file(layer_name, shard.first_expert + e))
             for e in range(shard.num_experts)
         ]
         experts = [
@@ -154,8 +279,9 @@ def load_tensors(
 
 def count_experts(directory: Path) -> dict[str, int]:
     """The number of expert files of each layer in `directory`."""
-    layers = sorted(directory.glob("experts/*"))
-    return {layer.name: len(list(layer.glob("*.safetensors"))) for layer in layers}
+    folders = [*directory.glob("experts/*"), *directory.glob(f"{_SAVE}/experts/*")]
+    counts = {layer.name: len(list(layer.glob("*.safetensors"))) for layer in folders}
+    return dict(sorted(counts.items()))
 
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:

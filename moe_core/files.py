@@ -139,6 +139,20 @@ def atomic_write(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     fsync(temporary.parent)
 
 
+def publish_directory(temporary: Path, final: Path) -> None:
+    """Rename a directory whose files are on the disk, after flushing all directories in it.
+
+    Raises:
+        OSError: the directory cannot be renamed.
+    """
+    for path in temporary.rglob("*"):
+        if path.is_dir():
+            fsync(path)
+    fsync(temporary)
+    temporary.rename(final)
+    fsync(final.parent)
+
+
 def temporary_name(path: str | Path) -> Path:
     """A hidden name beside `path` that no other process uses."""
     path = Path(path)

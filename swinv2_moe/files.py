@@ -255,20 +255,6 @@ def make_directory(path: str | Path) -> None:
         raise UserError(f"{path}: cannot be made ({error.strerror})") from error
 
 
-def publish_directory(temporary: Path, final: Path) -> None:
-    """Rename a directory whose files are on the disk, after flushing all directories in it.
-
-    Raises:
-        OSError: the directory cannot be renamed.
-    """
-    for path in temporary.rglob("*"):
-        if path.is_dir():
-            fsync(path)
-    fsync(temporary)
-    temporary.rename(final)
-    fsync(final.parent)
-
-
 @contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
     """A temporary directory next to `output`. The block renames it to `output`; otherwise it is

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig, moe_layers
+from moe_core.files import publish_directory
 from swinv2_moe.config import as_opts, config_from_text, model_config
 from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, dense_ffn, fewer_experts
 from swinv2_moe.convert.files import check_new
@@ -18,7 +19,7 @@ from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import IGNORE
 from swinv2_moe.data.sources import Subset, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import new_directory, publish_directory, writing
+from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel, block_name, build_model, load_strict
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.checkpoint import write_weights

@@ -12,13 +12,13 @@ import torch
 from timm.models import save_for_hf
 from torch import nn
 
-from moe_core.files import fsync
+from moe_core.files import fsync, publish_directory
 from swinv2_moe.config import as_opts, config_from_text, data_config, model_config
 from swinv2_moe.convert.files import check_new
 from swinv2_moe.convert.model_card import model_card
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import new_directory, publish_directory, writing
+from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
 from swinv2_moe.train.checkpoint import count_classes, open_newest, read_weights_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from moe_core.files import fsync, fsync_and_hash
+from moe_core.files import fsync, fsync_and_hash, publish_directory
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -26,7 +26,7 @@ from swinv2_moe.export.comparison import (
     random_batches,
     validation_batches,
 )
-from swinv2_moe.files import new_directory, publish_directory, writing
+from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.section import ExpertsConfig
 from swinv2_moe.train.deployed import Deployed, check_alone, check_capacity_factor, open_deployed

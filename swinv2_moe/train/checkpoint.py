@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
-from moe_core.files import damage, fsync_and_hash
+from moe_core.files import damage, fsync_and_hash, publish_directory
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import new_directory, parse_json, publish_directory, writing
+from swinv2_moe.files import new_directory, parse_json, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.build import model_class

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from moe_core import expert_parameters, moe_layers
 from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
-from moe_core.files import fsync, fsync_and_hash
+from moe_core.files import fsync, fsync_and_hash, publish_directory
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import publish_directory, replace_link
+from swinv2_moe.files import replace_link
 from swinv2_moe.train.checkpoint import Checkpoint, checkpoints_below, free_name, order_of
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import write_meta

@@ -16,6 +16,7 @@ from moe_core.files import (
     damage,
     exclusive_lock,
     fsync_and_hash,
+    publish_directory,
     read_chunks,
     remove_leftovers,
     sha256,
@@ -23,7 +24,7 @@ from moe_core.files import (
     try_lock,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import HashedFile, new_file, publish_directory, replace_link
+from swinv2_moe.files import HashedFile, new_file, replace_link
 
 FLOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
