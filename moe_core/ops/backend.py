@@ -158,8 +158,6 @@ FORMS = {
 }
 
 
-# torch.compile cannot trace logging and imports, so the result is a constant for it.
-@torch.compiler.assume_constant_result
 def select(operation: str, request: Request) -> str:
     """The module of the form that runs. Pass it to `load`.
 
@@ -181,7 +179,14 @@ def select(operation: str, request: Request) -> str:
             "grouped" but the device is no GPU for which `F.grouped_mm` has kernels; or it names
             instructions that this CPU lacks or that do not compile.
     """
-    return _first_form(operation, request)
+    return _constant_form(operation, *request)
+
+
+# torch.compile cannot trace logging and imports, so the result is a constant for it. It passes the
+# fields one by one: torch 2.14 gives such a function an empty tuple in place of a named one.
+@torch.compiler.assume_constant_result
+def _constant_form(operation: str, *fields) -> str:
+    return _first_form(operation, Request(*fields))
 
 
 # Beyond its limit of recompilations torch.compile runs the layer without tracing it, and would

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.ops import ExpertWeights, expert_ffn, pack_weights
+from moe_core.ops.backend import FORMS, Request, select
 from moe_core.ops.ffn import grouped, linear
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
@@ -278,6 +279,23 @@ def test_the_plain_form_compiles_without_reading_the_offsets():
     assert_close(
         outcome(compiled, rows, weights, grad), outcome(run, rows, weights, grad), torch.float32
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torch_compile_selects_the_forms_that_run_without_it(dtype):
+    """Each call has its own constant, by all fields of its request."""
+    requests = [
+        (operation, Request(kernels, "cpu", dtype, dtype, None, activation, 6))
+        for operation in FORMS
+        for kernels in ("auto", "torch")
+        for activation in ("gelu", "an_own_one")
+    ]
+
+    def forms(x: torch.Tensor) -> list[str]:
+        return [select(operation, request) for operation, request in requests]
+
+    compiled = torch.compile(forms, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)) == forms(torch.ones(2))
 
 
 @each_kind
