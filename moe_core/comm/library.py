@@ -3,14 +3,16 @@
 import ctypes
 import functools
 import hashlib
-import os
 import platform
-import shlex
-import subprocess
 from ctypes import c_long, c_void_p
 from pathlib import Path
 
-from moe_core.ops.native.build_cache import compiled_library
+from moe_core.ops.native.build_cache import (
+    compiled_library,
+    compiler,
+    reason_of,
+    run_compiler,
+)
 
 _SOURCES = sorted(Path(__file__).with_name("native").glob("*.[ch]pp"))
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-Wall"]
@@ -35,15 +37,12 @@ def library() -> ctypes.CDLL:
     """The library. Its functions run without Python's global interpreter lock.
 
     Raises:
-        RuntimeError: it does not compile; the message gives the first line of the compiler's error.
+        RuntimeError: it cannot be compiled or loaded; the message gives the reason.
     """
     try:
-        loaded = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error)
-        raise RuntimeError(
-            f"channels need a C++ compiler ($CXX or g++): {reason.splitlines()[0]}"
-        ) from error
+        loaded = _compiled()
+    except Exception as error:
+        raise RuntimeError(f"channels need their C++ library: {reason_of(error)}") from error
     for name, types in _ARGUMENTS.items():
         function = getattr(loaded, name)
         function.argtypes = types
@@ -52,17 +51,17 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def _compiled() -> Path:
-    """The path of the library for these sources and this compiler."""
-    program = shlex.split(os.environ.get("CXX") or "g++")
-    version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
-    compiler = program + _FLAGS
+def _compiled() -> ctypes.CDLL:
+    """The library for these sources and this compiler."""
+    program = compiler()
+    command = program + _FLAGS
     contents = [source.read_text() for source in _SOURCES]
-    key = "\n".join([platform.machine(), version.stdout] + compiler + contents)
+    version = run_compiler(program + ["--version"])
+    key = "\n".join([platform.machine(), version] + command + contents)
 
     def compile_to(path: Path) -> None:
         sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-        command = compiler + ["-o", str(path)] + sources
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        run_compiler(command + ["-o", str(path)] + sources)
 
-    return compiled_library(f"comm-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so", compile_to)
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+    return compiled_library(f"comm-{digest[:16]}.so", compile_to, lambda p: ctypes.CDLL(str(p)))

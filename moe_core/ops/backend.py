@@ -177,7 +177,7 @@ def select(operation: str, request: Request) -> str:
     Raises:
         ValueError: `kernels` has another value; it is "triton" but Triton cannot run; it is
             "grouped" but the device is no GPU for which `F.grouped_mm` has kernels; or it names
-            instructions that this CPU lacks or that do not compile.
+            instructions that this CPU lacks or whose kernels do not compile or load.
     """
     return _constant_form(operation, *request)
 
@@ -326,7 +326,7 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
         return _languages("auto", device)
     if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
         description = library.description(kernels)
-        if not description:  # the CPU is not known, or C++ does not compile
+        if not description:  # the CPU is not known, or no library loads
             _log_once("torch on cpu")
             return ("torch",)
         _log_once(f"{description} and torch on cpu")
@@ -345,7 +345,9 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
 def _why_no_library(kernels: str) -> str:
     """Why `kernels`, one of CPU_KERNELS, cannot run here."""
     if kernels in [instructions.name for instructions in sets_of_cpu()]:
-        return f"kernels ({kernels!r}) cannot run here: they do not compile (the log says why)"
+        return (
+            f"kernels ({kernels!r}) cannot run here: they do not compile or load (the log says why)"
+        )
     return f"kernels ({kernels!r}) cannot run here: this CPU lacks the instructions"
 
 

@@ -8,18 +8,22 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
-import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_long, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_core.ops.native.build_cache import compiled_library
+from moe_core.ops.native.build_cache import (
+    compiled_library,
+    compiler,
+    reason_of,
+    run_compiler,
+)
 from moe_core.ops.native.instruction_sets import InstructionSet, sets_of_cpu
 
 _NAMES = (
@@ -95,19 +99,26 @@ def chosen(kernels: str = "auto") -> tuple[InstructionSet, ctypes.CDLL] | None:
     """The instruction set to use, and its library.
 
     This is the best one that works on this machine, or the one that `kernels` names. None if the
-    CPU has no known instruction set, or if C++ does not compile; the log gives the reason.
+    CPU has no known instruction set, or if a library cannot be compiled or loaded; the log gives
+    the reason.
     """
     problem = ""
     for instructions in sets_of_cpu():
         if kernels not in ("auto", instructions.name):
             continue
         try:
-            return instructions, _load(instructions)
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = getattr(error, "stderr", None) or str(error)
-            problem = reason.splitlines()[0]
+            loaded = _load(instructions)
+        except subprocess.CalledProcessError as error:  # an older compiler lacks the newest sets
+            problem = f"C++ does not compile: {reason_of(error)}"
+        except Exception as error:  # torch's kernels need neither a compiler nor a file system
+            problem = reason_of(error)
+            break
+        else:
+            if loaded.request_tiles() == 0:
+                return instructions, loaded
+            problem = "the operating system does not allow this process to use AMX"
     if problem:
-        _log.warning("moe_core kernels: torch on this CPU, since C++ does not compile: %s", problem)
+        _log.warning("moe_core kernels: torch on this CPU, since C++ cannot be used: %s", problem)
     return None
 
 
@@ -115,31 +126,27 @@ def _load(instructions: InstructionSet) -> ctypes.CDLL:
     """The library, from the wheel or compiled if necessary.
 
     Raises:
-        OSError, subprocess.CalledProcessError: the library does not compile, or cannot run here.
+        OSError, subprocess.CalledProcessError: the library does not compile, or does not load.
     """
     prebuilt = PREBUILT / file_name(instructions)
     if prebuilt.exists():
         try:
             return _opened(prebuilt)
         except OSError as error:  # built for another system; compile a library for this one
-            _log.info("moe_core kernels: %s does not load (%s)", prebuilt.name, error)
-    path = _compiled(instructions)
-    try:
-        return _opened(path)
-    except OSError:
-        path.unlink(missing_ok=True)  # the next process compiles it again
-        raise
+            _log.info("moe_core kernels: %s", error)
+    return _compiled(instructions, _opened)
 
 
 def _opened(path: Path) -> ctypes.CDLL:
     """The library in a file.
 
     Raises:
-        OSError: it cannot be loaded, or the process may not use its instructions.
+        OSError: it cannot be loaded.
     """
-    library = ctypes.CDLL(str(path))
-    if library.request_tiles() != 0:
-        raise OSError("the operating system does not allow this process to use AMX")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(f"{path.name} does not load: {error}") from error
     functions = (
         library.make_plan,
         library.experts_space,
@@ -159,7 +166,8 @@ def file_name(instructions: InstructionSet, compiler: str = "") -> str:
     """The name of a library's file. It depends on the sources, the options and the compiler."""
     contents = [source.read_text() for source in _SOURCES]
     key = "\n".join([platform.machine(), compiler, instructions.options, *_FLAGS, *contents])
-    return f"{instructions.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
+    return f"{instructions.name}-{digest[:16]}.so"
 
 
 def compile_library(instructions: InstructionSet, path: Path) -> None:
@@ -169,22 +177,18 @@ def compile_library(instructions: InstructionSet, path: Path) -> None:
         OSError, subprocess.CalledProcessError: it does not compile.
     """
     sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-    command = _compiler() + _FLAGS + instructions.options.split() + ["-o", str(path)] + sources
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    command = compiler() + _FLAGS + instructions.options.split() + ["-o", str(path)] + sources
+    run_compiler(command)
 
 
-def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX") or "g++")
-
-
-def _compiled(instructions: InstructionSet) -> Path:
+def _compiled(instructions: InstructionSet, load: Callable[[Path], Any]) -> Any:
     """The library for these sources, instructions and compiler, in the cache of the user."""
-    program = _compiler()
-    version = subprocess.run(program + ["--version"], check=True, capture_output=True, text=True)
-    name = file_name(instructions, " ".join(program) + version.stdout)
+    program = compiler()
+    version = run_compiler(program + ["--version"])
+    name = file_name(instructions, " ".join(program) + version)
 
     def compile_to(path: Path) -> None:
         _log.info("moe_core kernels: compiling %s, once (about 10 s)", path.with_name(name))
         compile_library(instructions, path)
 
-    return compiled_library(name, compile_to)
+    return compiled_library(name, compile_to, load)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 
+from moe_core.ops.native.build_cache import reason_of
 from moe_core.ops.native.instruction_sets import SETS
 from moe_core.ops.native.library import PREBUILT, compile_library, file_name
 
@@ -27,8 +28,7 @@ def main() -> None:
         try:
             compile_library(instructions, path)
         except (OSError, subprocess.CalledProcessError) as error:
-            reason = getattr(error, "stderr", None) or str(error)
-            sys.exit(f"{instructions.name} does not compile: {reason.splitlines()[0]}")
+            sys.exit(f"{instructions.name} does not compile: {reason_of(error)}")
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 
 

@@ -1,9 +1,11 @@
 """Compiled libraries: made once, loaded only as they were written, by the user who wrote them, and
 done without where there is no compiler."""
 
+import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import socket
@@ -50,7 +52,7 @@ def compiled() -> int:
         calls.append(path)
         path.write_bytes(CONTENT)
 
-    assert compiled_library(NAME, compile_to).read_bytes() == CONTENT
+    assert compiled_library(NAME, compile_to, Path.read_bytes) == CONTENT
     return len(calls)
 
 
@@ -129,7 +131,7 @@ def test_a_compiler_that_was_killed_leaves_nothing_to_load(home):
         raise subprocess.CalledProcessError(-9, "compiler")
 
     with pytest.raises(subprocess.CalledProcessError):
-        compiled_library(NAME, killed)
+        compiled_library(NAME, killed, Path.read_bytes)
     assert not (home / NAME).exists()
     assert compiled() == 1
 
@@ -189,23 +191,136 @@ def test_a_temporary_directory_of_another_user(temporary, monkeypatch):
     assert cache_directory().name != f"moe_core-{other}"
 
 
-def test_a_library_that_does_not_load_is_compiled_anew_by_the_next_process(
-    home, monkeypatch, caplog
-):
-    def compiled_empty(instructions):
-        return compiled_library(NAME, lambda path: path.write_bytes(b""))
+def refuse_execution(monkeypatch, *directories: Path) -> None:
+    """As on file systems that are mounted with noexec."""
 
-    monkeypatch.setattr(native_library, "_compiled", compiled_empty)
-    monkeypatch.setattr(native_library, "sets_of_cpu", lambda: instruction_sets.SETS[:1])
-    caplog.set_level(logging.WARNING, "moe_core")
-    assert native_library.chosen.__wrapped__() is None
-    assert len(caplog.records) == 1
+    def refused(file: str) -> bool:
+        return any(Path(file).is_relative_to(directory) for directory in directories)
+
+    def map_file(descriptor: int, *arguments):
+        if refused(os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return original_map(descriptor, *arguments)
+
+    def open_library(path: str):
+        if refused(path):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return original_open(path)
+
+    original_map, original_open = mmap.mmap, ctypes.CDLL
+    monkeypatch.setattr(mmap, "mmap", map_file)
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+
+
+def test_a_directory_that_allows_no_execution(home, temporary, monkeypatch):
+    home.mkdir(mode=0o700)
+    refuse_execution(monkeypatch, home)
+    assert [compiled(), compiled()] == [1, 0]
+    assert not (home / NAME).exists()
+    assert (own_temporary(temporary) / NAME).exists()
+
+
+def test_a_library_in_a_directory_that_allows_no_execution_any_more(home, temporary):
+    def load(path: Path) -> Path:
+        if path.parent == home:
+            raise OSError("failed to map segment from shared object")
+        return path
+
     assert compiled() == 1
+    shutil.copytree(home, own_temporary(temporary))
+    compile_to = Mock(side_effect=AssertionError)
+    path = compiled_library(NAME, compile_to, load)
+    assert path == own_temporary(temporary) / NAME
+
+
+# Whatever fails, torch's kernels run, and one line in the log has the reason.
+
+
+def reason_for_torch(caplog) -> str:
+    caplog.clear()
+    caplog.set_level(logging.INFO, "moe_core")
+    assert native_library.chosen.__wrapped__() is None
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    prefix = "moe_core kernels: torch on this CPU, since C++ cannot be used: "
+    assert warning.getMessage().startswith(prefix)
+    return warning.getMessage().removeprefix(prefix)
+
+
+def times_compiled(caplog) -> int:
+    return sum("compiling" in message for message in caplog.messages)
+
+
+@pytest.fixture
+def cpu(monkeypatch) -> None:
+    """A CPU with two instruction sets, and a package without compiled libraries."""
+    monkeypatch.setattr(native_library, "sets_of_cpu", lambda: instruction_sets.SETS[:2])
+    monkeypatch.setattr(native_library, "PREBUILT", Path("/nowhere"))
+
+
+def test_no_directory_allows_execution(home, temporary, cpu, monkeypatch, caplog):
+    refuse_execution(monkeypatch, home, temporary)
+    for _ in range(2):
+        assert "does not allow execution" in reason_for_torch(caplog)
+        assert times_compiled(caplog) == 0
+    assert list(temporary.glob("moe_core-*")) == [own_temporary(temporary)]
+
+
+def program(path: Path, lines: bytes) -> str:
+    """A program in place of a compiler, which has a version."""
+    path.write_bytes(b'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n' + lines)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_that_does_not_load_is_not_compiled_by_each_process(
+    home, cpu, monkeypatch, caplog, tmp_path
+):
+    writes = b'while [ "$1" != -o ]; do shift; done; echo no library >"$2"\n'
+    monkeypatch.setenv("CXX", program(tmp_path / "compiler", writes))
+    counts = []
+    for _ in range(2):
+        assert "does not load: " in reason_for_torch(caplog)
+        counts.append(times_compiled(caplog))
+    assert counts == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("command", "lines", "reason"),
+    [
+        ("g++ '", None, '$CXX ("g++ \'") is not a command: No closing quotation'),
+        ("no-such-compiler", None, "No such file or directory: 'no-such-compiler'"),
+        (" ", b"", "No such file or directory: 'g++'"),
+        (None, b"exit 1", "C++ does not compile: Command "),
+        (None, b"printf '\\n\\n an error\\n' >&2; exit 1", "C++ does not compile: an error"),
+        (None, b"printf 'f\\374r' >&2; exit 1", "C++ does not compile: f\ufffdr"),
+        (None, b"kill -9 $$", "C++ does not compile: Command "),
+        (None, b"exit 0", ".unfinished"),
+    ],
+)
+def test_a_compiler_that_fails(command, lines, reason, home, cpu, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler = program(tmp_path / "compiler", lines or b"")
+    monkeypatch.setenv("CXX", compiler if command is None else command)
+    assert reason in reason_for_torch(caplog)
+    assert not list(home.glob("*.so"))
+
+
+def test_a_failure_that_nobody_foresaw(cpu, monkeypatch, caplog):
+    monkeypatch.setattr(native_library, "_load", Mock(side_effect=RuntimeError))
+    assert reason_for_torch(caplog) == "RuntimeError"
+
+
+def test_instructions_that_the_system_does_not_allow_are_left_out(cpu, monkeypatch, caplog):
+    first, second = (Mock(request_tiles=Mock(return_value=code)) for code in (1, 0))
+    monkeypatch.setattr(native_library, "_load", Mock(side_effect=[first, second]))
+    assert native_library.chosen.__wrapped__() == (instruction_sets.SETS[1], second)
+    assert caplog.messages == []
 
 
 needs_cpp = pytest.mark.skipif(native_library.chosen() is None, reason="no C++ kernels here")
-COMPILER = """#!/bin/sh
-[ "$1" = --version ] && exec echo a compiler
+# Its name is in ISO 8859-1, not in UTF-8.
+COMPILER = r"""#!/bin/sh
+[ "$1" = --version ] && exec printf 'f\374r\n'
 while [ "$1" != -o ]; do shift; done
 sleep 1  # half a minute in earnest
 cp {library} "$2"
@@ -225,7 +340,7 @@ import os, sys
 from moe_core.ops.native import library
 for size in (0, 5000):
     os.environ["XDG_CACHE_HOME"] = os.path.join(sys.argv[1], str(size))
-    path = library._compiled(library.sets_of_cpu()[0])
+    path = library._compiled(library.sets_of_cpu()[0], lambda path: path)
     os.truncate(path, size)
     assert library.chosen.__wrapped__() is not None
     assert path.stat().st_size > 5000
@@ -236,7 +351,7 @@ for size in (0, 5000):
 def environment(tmp_path) -> dict[str, str]:
     """Of a process with an empty cache, whose compiler copies a library."""
     compiler = tmp_path / "compiler"
-    library = native_library._compiled(native_library.chosen()[0])
+    library = native_library._compiled(native_library.chosen()[0], lambda path: path)
     compiler.write_text(COMPILER.format(library=library))
     compiler.chmod(0o755)
     return {
@@ -278,7 +393,7 @@ def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, cap
     """Without either, experts run in torch, and one line says so."""
     first = sets_of_cpu()[0]
     prebuilt = tmp_path / native_library.file_name(first)
-    shutil.copy(native_library._compiled(first), prebuilt)
+    shutil.copy(native_library._compiled(first, lambda path: path), prebuilt)
     if damaged:
         prebuilt.write_bytes(b"not a library")
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
@@ -293,5 +408,5 @@ def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, cap
         native_library.chosen.cache_clear()
         _languages.cache_clear()
     assert forms == ["ffn.reference" if damaged else "ffn.cpp"] * 2
-    assert caplog.text.count("C++ does not compile") == damaged
+    assert caplog.text.count("since C++ cannot be used") == damaged
     assert ("no-such-compiler" in caplog.text) == damaged
