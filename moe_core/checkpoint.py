@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_core.config import ExpertShard
 from moe_core.files import fsync, open_regular, publish_directory
+from moe_core.layer import MoELayer
 from moe_core.parallel.gather import join_parts
 from moe_core.ranks import Ranks
 from moe_core.training import local_tensor, moe_layers
@@ -68,7 +69,7 @@ def tensors_by_file(
         ValueError: a tensor of experts is not [E, ...].
     """
     trunk = dict(tensors)
-    for layer_name, layer in moe_layers(model).items():
+    for layer_name, layer in _layers(model).items():
         prefix, shard = _prefix(layer_name), layer.shard
         owned = {
             name.removeprefix(prefix): local_tensor(trunk.pop(name))
@@ -223,12 +224,22 @@ def _current(directory: Path, file: str) -> Path:
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """Write one safetensors file; `moe_core.files.fsync` makes it durable.
 
+    Tied tensors are written once for each name.
+
     Raises:
         OSError: the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
+    contents: dict[str, Tensor] = {}
+    storages = set()  # safetensors refuses tensors that share memory
+    for name, tensor in tensors.items():
+        content = tensor.detach().contiguous()
+        if content.untyped_storage().data_ptr() in storages:
+            content = content.clone()
+        storages.add(content.untyped_storage().data_ptr())
+        contents[name] = content
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+        save_file(contents, file)
     except SafetensorError as error:  # for example if the disk is full
         raise OSError(f"{file} cannot be written ({error})") from error
 
@@ -255,7 +266,7 @@ def load_tensors(
         _current(directory, TRUNK),
         lambda name, content: _read_like(content, (like or {}).get(name)),
     )
-    for layer_name, layer in moe_layers(model).items():
+    for layer_name, layer in _layers(model).items():
         if not any((directory / part / "experts").is_dir() for part in ("", _SAVE)):
             continue  # a dense checkpoint: the caller's comparison reports missing tensors
         shard = layer.shard
@@ -286,6 +297,12 @@ def count_experts(directory: Path) -> dict[str, int]:
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The MoE layers by name; one with several names, as in `state_dict`, by each of them."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, MoELayer)}
 
 
 def _prefix(layer: str) -> str:

@@ -161,3 +161,34 @@ def a_rank_cannot_write(rank: int, directory: Path) -> None:
 
 def test_a_rank_that_cannot_write_leaves_the_earlier_save(run_processes, tmp_path):
     run_processes(a_rank_cannot_write, 2, tmp_path)
+
+
+def tied(seed: int, group=None) -> nn.Module:
+    """One layer under two names, one with the router of the first, and a tied head."""
+    model = model_of(seed, group)
+    torch.manual_seed(seed)
+    config = model["moe"].config
+    model["again"] = model["moe"]
+    model["other"] = MoELayer(config, group, router=model["moe"].router).to(torch.float32)
+    model["other"].experts.b1 = model["moe"].experts.b1
+    model["head"] = nn.Linear(6, 6, bias=False)
+    model["head"].weight = model["stem"].weight
+    return model
+
+
+def save_and_load_tied(rank: int, directory: Path) -> None:
+    model, other = tied(1, dist.group.WORLD), tied(2, dist.group.WORLD)
+    save_tensors(directory, model, model.state_dict(), is_main=rank == 0)
+    tensors = load_tensors(directory, other)
+    expected = {name: local_tensor(tensor) for name, tensor in model.state_dict().items()}
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0)
+
+
+def test_tied_weights_are_saved_by_each_name(run_processes, tmp_path):
+    model, other = tied(1), tied(2)
+    save_tensors(tmp_path / "one", model, model.state_dict())
+    other.load_state_dict(load_tensors(tmp_path / "one", other))
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    run_processes(save_and_load_tied, 2, tmp_path / "two")
+    tensors = load_tensors(tmp_path / "two", other)
+    torch.testing.assert_close(tensors, dict(model.state_dict()), rtol=0, atol=0)
