@@ -78,6 +78,10 @@ class Experts(nn.Module):
         """Whether the experts are sharded over ranks, by expert or by hidden dim."""
         return self.shard.num_experts < self.config.num_experts or self.shard.num_parts > 1
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of the biases, as in `MoELayer.no_weight_decay`."""
+        return {name for name in ("b1", "b2", "b3") if getattr(self, name) is not None}
+
     # torch's tools replace or remove parameters through these three methods. FSDP2 would write to
     # the dictionary of parameters if `__setattr__` were that of nn.Module.
 
@@ -124,7 +128,7 @@ class Experts(nn.Module):
 
         With `init_std`, weights are truncated normal and biases are zero. Without it, both are
         initialised as in nn.Linear. Values are drawn in fp32. Parameters on the meta device have no
-        values: call it again after `to_empty`.
+        values: call it again after `to_empty`. Nor have those of torch's FakeTensorMode.
         """
         if self.w1.is_meta:
             return
@@ -133,7 +137,10 @@ class Experts(nn.Module):
         sharded = {name: t for name, t in targets.items() if hasattr(t, "placements")}  # DTensor
         for name, parameter in sharded.items():
             targets[name] = torch.empty(parameter.shape, device=parameter.device)
-        seed = int(torch.randint(2**62, (1,), device="cpu"))
+        try:
+            seed = int(torch.randint(2**62, (1,), device="cpu"))
+        except RuntimeError:  # in FakeTensorMode, where no tensor has a value
+            return
         for e in range(len(self.w1)):
             generator = torch.Generator().manual_seed(seed + self.shard.first_expert + e)
             for name, (shape, fan_in) in shapes.items():

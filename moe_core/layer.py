@@ -119,6 +119,17 @@ class MoELayer(HasExperts):
             _reset(child)
         self.group.copy_to_replicas(self.experts)
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that should have no weight decay, as timm's models return them:
+        the biases of experts, which are 2-D and have no "bias" in their names, and what a router
+        or an experts module of one's own names in a method `no_weight_decay`.
+        """
+        names = set()
+        for prefix, module in self.named_modules():
+            if module is not self and hasattr(module, "no_weight_decay"):
+                names |= {f"{prefix}.{name}" for name in module.no_weight_decay()}
+        return names
+
     @property
     def last_routing(self) -> RoutingStats | None:
         """Statistics of the last forward pass, computed on access; None before the first pass."""

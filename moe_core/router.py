@@ -57,6 +57,10 @@ class CosineRouter(nn.Module):
         self.projector.reset_parameters()
         draw(self.sim_matrix, partial(nn.init.normal_, std=0.01))
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of all parameters: the published recipe of SwinV2-MoE decays none of them."""
+        return {name for name, _ in self.named_parameters()}
+
     def forward(self, x: Tensor) -> Tensor:
         projected = self.projector(x)
         # The E logits are divided by the length, not the longer projection; 1e-12 is as in
@@ -115,6 +119,9 @@ class SoftRouter(nn.Module):
     def reset_parameters(self) -> None:
         draw(self.slots, partial(nn.init.normal_, std=1 / math.sqrt(len(self.slots))))
         nn.init.ones_(self.scale)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"scale"}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, M] -> logits [T, S]."""

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -431,7 +431,11 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     norm = global_grad_norm(model)
     if max_norm <= 0:
         return norm
-    clip_to_norm(model, max_norm, norm if norm.is_cuda else float(norm))
+    known: float | Tensor = norm
+    if not norm.is_cuda:
+        with suppress(RuntimeError):  # in FakeTensorMode no tensor has a value
+            known = float(norm)
+    clip_to_norm(model, max_norm, known)
     return norm
 
 

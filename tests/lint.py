@@ -47,6 +47,9 @@ KNOWN = {
     # torch's documentation of extending it names this module.
     "torch.utils._python_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    # Models without data, and the memory of their training: torch's documentation names the first.
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.distributed._tools.mem_tracker.MemTracker",
     # An alpha with documentation in torch 2.11; later versions are not checked. Channels between
     # GPUs alone import it.
     "torch.distributed._symmetric_memory",

@@ -17,24 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_core import MoEConfig, MoELayer, ignore_experts
+from moe_core import MoEConfig, MoELayer, ignore_experts, moe_layers
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 from swinv2_moe.models.section import PUBLISHED_MOE
-
-# The experts' biases have two dimensions, so timm does not recognise them as biases.
-_NO_WEIGHT_DECAY = (
-    "router.temperature",
-    "router.sim_matrix",
-    "router.projector",
-    "router.scale",
-    "experts.b1",
-    "experts.b2",
-    "experts.b3",
-    "shared.b1",
-    "shared.b2",
-    "shared.b3",
-)
 
 
 class MoEModel(nn.Module):
@@ -215,10 +201,12 @@ class MoEModel(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: timm's, the cosine router's and the experts'
-        biases."""
-        names = [name for name, _ in self.named_parameters()]
-        ours = {name for name in names if any(part in name for part in _NO_WEIGHT_DECAY)}
+        """Names of parameters without weight decay: timm's and those of the MoE layers."""
+        ours = {
+            f"{prefix}.{name}"
+            for prefix, layer in moe_layers(self).items()
+            for name in layer.no_weight_decay()
+        }
         return super().no_weight_decay() | ours  # type: ignore[misc]  # timm's
 
 

@@ -5,12 +5,23 @@ import pickle
 
 import pytest
 import torch
+from timm.optim import param_groups_weight_decay
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from moe_core import MoEConfig, MoELayer, WithoutExperts, ignore_experts, update_balance
+from moe_core import (
+    MoEConfig,
+    MoELayer,
+    WithoutExperts,
+    finish_gradients,
+    ignore_experts,
+    update_balance,
+)
 
 M, H, E = 16, 8, 4
 BIAS = MoEConfig(M, H, E, balance="bias", balance_rate=1e-3, num_shared_experts=1)
@@ -197,3 +208,63 @@ def test_initial_values_do_not_depend_on_the_default_dtype(router):
     for name, parameter in layers[0].named_parameters():
         if name != "router.temperature":
             assert torch.equal(layers[1].get_parameter(name), parameter.bfloat16()), name
+
+
+KINDS = {
+    "linear": {"top_k": 2, "capacity_factor": 1.25, "gate_noise": 1.0, "balance": "bias"},
+    "cosine": {"router": "cosine", "gated": True, "num_shared_experts": 1, "kernels": "torch"},
+    "expert choice": {"router": "expert_choice"},
+    "soft": {"router": "soft", "slots_per_expert": 2, "bias": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tools_that_build_a_layer_without_data(kind):
+    """As estimators of memory do: torch's fake tensors have shapes, and no values."""
+
+    def train(layer: MoELayer) -> None:
+        optimizer = torch.optim.AdamW(layer.parameters())
+        y, loss = layer(torch.randn(10, M, requires_grad=True))
+        assert y.shape == (10, M)
+        (y.sum() + loss).backward()
+        finish_gradients(layer, max_norm=1.0)
+        optimizer.step()
+
+    config = MoEConfig(M, H, E, **KINDS[kind])
+    with FakeTensorMode():
+        layer = MoELayer(config)
+        train(layer)
+        layer.reset_parameters()
+        assert layer.eval()(torch.randn(3, M))[0].shape == (3, M)
+    tracker, flops = MemTracker(), FlopCounterMode(display=False)
+    with FakeTensorMode(), tracker, flops:
+        train(MoELayer(config))
+    parameters = sum(parameter.nbytes for parameter in layer.parameters())
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    assert peak["Total"] > 3 * parameters  # with gradients and two moments
+    assert flops.get_total_flops() > 0
+    train(MoELayer(config))  # fake tensors leave nothing behind
+
+
+class OwnRouter(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(M, E)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"weight"}
+
+
+def test_a_loop_of_ones_own_decays_no_biases():
+    """The convention of timm's models: the names of a layer's parameters without weight decay."""
+    gated = MoEConfig(M, H, E, gated=True, num_shared_experts=1)
+    biases = {f"{part}.{name}" for part in ("experts", "shared") for name in ("b1", "b2", "b3")}
+    assert MoELayer(gated).no_weight_decay() == biases
+    assert MoELayer(MoEConfig(M, H, E, bias=False)).no_weight_decay() == set()
+    cosine = MoELayer(MoEConfig(M, H, E, router="cosine", output_bias=False))
+    router = ("temperature", "sim_matrix", "projector.weight", "projector.bias")
+    assert cosine.no_weight_decay() == {"experts.b1", *(f"router.{name}" for name in router)}
+    own = MoELayer(MoEConfig(M, H, E), router=OwnRouter())
+    assert own.no_weight_decay() == {"router.weight", "experts.b1", "experts.b2"}
+    groups = param_groups_weight_decay(own, 0.1, no_weight_decay_list=own.no_weight_decay())
+    decayed = {id(p) for group in groups for p in group["params"] if group["weight_decay"]}
+    assert decayed == {id(own.experts.w1), id(own.experts.w2)}
