@@ -1,6 +1,5 @@
 """Hooks of mmengine's runner: checkpoints in the per-expert store, and the tuners of MoE layers."""
 
-import json
 from pathlib import Path
 
 from mmengine.hooks import Hook
@@ -9,15 +8,15 @@ from mmengine.runner import Runner
 
 from moe_core import moe_layers, strategy_decisions
 from swinv2_moe.detection.weights import sharded_experts
-from swinv2_moe.files import read_json, replace_link
-from swinv2_moe.forms import NUMBER, record
+from swinv2_moe.files import read_json, replace_link, write_json
+from swinv2_moe.forms import NUMBER, RELATIVE_PATH, record
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.optim import optimizer_sections
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import Tuning
 from swinv2_moe.train.section import CheckpointConfig
 
-_RECORD = record({"score": NUMBER})
+_RECORD = record({"score": NUMBER}, {"checkpoint": RELATIVE_PATH})
 _MAX_RECORD = 1 << 20  # bytes
 
 
@@ -90,12 +89,10 @@ class ExpertStoreHook(Hook):
         if (root / "best").is_symlink():
             best = _best_score(file, runner)
         if newest is not None and (best is None or score > best):
-            replace_link(root / "best", newest.directory.name)
-            file.write_text(
-                json.dumps(
-                    {"score": score, "metric": self.save_best, "checkpoint": newest.directory.name}
-                )
-            )
+            name = newest.directory.name
+            # The link last: if the process is killed before, `_best_score` makes it.
+            write_json(file, {"score": score, "metric": self.save_best, "checkpoint": name})
+            replace_link(root / "best", name)
 
     def after_train(self, runner: Runner) -> None:
         if self.saver is not None:
@@ -133,11 +130,14 @@ class ExpertStoreHook(Hook):
 
 
 def _best_score(file: Path, runner: Runner) -> float | None:
-    """The score of the best checkpoint so far. None if best.json is missing, or is damaged; damage
-    is logged."""
+    """The score of the best checkpoint so far, to which the link `best` then leads. None if
+    best.json is missing, or is damaged; damage is logged."""
     try:
         content = read_json(file, _MAX_RECORD)
         _RECORD(content, "")
+        link, name = file.with_name("best"), content.get("checkpoint", "best")
+        if name != "best" and link.resolve() != link.with_name(name).resolve(strict=True):
+            replace_link(link, name)
         return content["score"]
     except FileNotFoundError:
         return None

@@ -248,3 +248,22 @@ def test_a_damaged_record_of_the_best(content, tmp_path):
     assert len(warnings) == 1
     file.write_text('{"score": 0.5}')
     assert _best_score(file, runner) == 0.5
+
+
+def test_killed_before_the_link_to_the_best(tmp_path):
+    from swinv2_moe.detection.hooks import _best_score
+
+    for step in (2, 4):
+        (tmp_path / f"step-0000000{step}").mkdir()
+    file, link = tmp_path / "best.json", tmp_path / "best"
+    link.symlink_to("step-00000002")
+    file.write_text('{"score": 0.5, "checkpoint": "step-00000004"}')
+    assert _best_score(file, None) == 0.5
+    assert os.readlink(link) == "step-00000004"
+    warnings = []
+    runner = SimpleNamespace(logger=SimpleNamespace(warning=warnings.append))
+    for name in ("step-00000006", "../elsewhere"):  # removed by hand, or not of this run
+        file.write_text(json.dumps({"score": 0.7, "checkpoint": name}))
+        assert _best_score(file, runner) is None
+    assert len(warnings) == 1  # of the second
+    assert os.readlink(link) == "step-00000004"
