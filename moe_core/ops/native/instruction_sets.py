@@ -97,11 +97,11 @@ def sets_of_cpu() -> list[InstructionSet]:
 def cpu_words() -> frozenset[str]:
     """The features of the CPU as Linux names them and, on x86, its vendor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return frozenset()
     words: set[str] = set()
     for line in lines:
         if line.startswith(("flags", "Features", "vendor_id")):
-            words.update(line.split(":")[1].split())
+            words.update(line.partition(":")[2].split())
     return frozenset(words)
