@@ -40,7 +40,12 @@ class MoEConfig:
         least=1,
         is_key=False,
     )
-    top_k: int = option(1, "experts per token", least=1)
+    top_k: int = option(
+        1,
+        "experts per token",
+        least=1,
+        affects="accuracy",
+    )
     capacity_factor: float = option(
         1.25,
         "limit of the tokens of an expert, in units of its even share; 0: dropless; negative:"
@@ -50,12 +55,14 @@ class MoEConfig:
         0.0,
         "as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not"
         " depend on other tokens; with `expert_choice`, 0 means the factor of training",
+        affects="accuracy",
     )
     router: str = option(
         "linear",
         "tokens choose: `linear`, `cosine`; experts choose: `expert_choice`; Soft MoE:"
         " `soft`; or a registered name",
         choices=ROUTERS,
+        affects="accuracy",
     )
     slots_per_expert: int = option(
         0,
@@ -68,17 +75,20 @@ class MoEConfig:
         False,
         "for `expert_choice`: an expert chooses the same number of tokens from each image; by"
         " default it chooses from the whole batch",
+        affects="accuracy",
     )
     gate_activation: str = option(
         "softmax",
         "function from logits to gate values",
         choices=("softmax", "sigmoid"),
+        affects="accuracy",
     )
     balance: str = option(
         "loss",
         "`loss`: an auxiliary loss balances the load; `bias`: a bias per expert instead,"
         " which affects the choice but not the gate values (`moe_core.balance`)",
         choices=("loss", "bias"),
+        affects="accuracy",
     )
     balance_rate: float = option(
         1e-3,
@@ -95,6 +105,7 @@ class MoEConfig:
         0,
         "experts that process every token, in addition to the `top_k` chosen experts",
         least=0,
+        affects="accuracy",
     )
     gate_noise: float = option(
         0.0,
@@ -104,10 +115,12 @@ class MoEConfig:
     normalize_gates: bool = option(
         True,
         "the gate values of a token sum to 1; only for `top_k` above 1",
+        affects="accuracy",
     )
     batch_prioritized: bool = option(
         False,
         "a full expert keeps the tokens with the highest probability, not the first ones",
+        affects="accuracy",
     )
     aux_loss: str = option(
         "gshard",
@@ -122,15 +135,21 @@ class MoEConfig:
         "gelu",
         "activation function of the experts, or a registered name",
         choices=activations,
+        affects="accuracy",
     )
     gated: bool = option(
         False,
         "experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With"
         " `silu` it is SwiGLU, with `gelu` GEGLU. With two thirds of the hidden dim, the"
         " number of MACs is the same",
+        affects="accuracy",
     )
     bias: bool = option(True, "the biases of each expert", is_key=False)
-    output_bias: bool = option(True, "experts add a bias after their last product")
+    output_bias: bool = option(
+        True,
+        "experts add a bias after their last product",
+        affects="accuracy",
+    )
     hidden_dropout: float = option(
         0.0,
         "expert dropout: dropout of the hidden units of routed and shared experts, after the"
@@ -145,16 +164,19 @@ class MoEConfig:
         " `F.grouped_mm` where that is measured to be faster. `triton`, `grouped` and `torch`"
         " force one form; other names force the CPU instructions of the experts' products",
         choices=KERNELS,
+        affects="",
     )
     int8_inference: bool = option(
         False,
         "without gradients in `moe_core.prepared` (evaluation), the experts' products use"
         " 8-bit integers: up to twice as fast as bf16 on a CPU",
+        affects="accuracy",
     )
     init_std: float | None = option(
         None,
         "standard deviation of the experts' initial weights (truncated normal)",
         least=1e-09,
+        affects="",
     )
 
     def __post_init__(self) -> None:

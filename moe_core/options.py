@@ -36,6 +36,8 @@ class Option:
         choices: the allowed values, or a function that returns them (others may be registered
             later); empty: any.
         is_key: whether it is a key of configuration files, or of the dataclass alone.
+        affects: what differs in a training that goes on with another value: the "training" itself,
+            the learning "rate", what an "accuracy" is measured of, or nothing that is learned ("").
     """
 
     meaning: str
@@ -43,6 +45,7 @@ class Option:
     most: float = math.inf
     choices: Collection | Callable[[], Collection] = ()
     is_key: bool = True
+    affects: str = "training"
 
     def allowed(self) -> Collection:
         """The allowed values; empty: any."""

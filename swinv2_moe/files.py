@@ -236,8 +236,9 @@ def write_json(path: str | Path, content: object) -> None:
 
 
 def is_same_path(first: str | Path, second: str | Path) -> bool:
-    """Whether two names are of one file or directory, by links or `~`, too. "" names nothing."""
-    if not (first and second):
+    """Whether two names are of one file or directory, by links or `~`, too. "" names nothing, nor
+    does a name with a null character, which a stranger's checkpoint may hold."""
+    if not (first and second) or "\0" in f"{first}{second}":
         return False
     one, other = (os.path.realpath(os.path.expanduser(path)) for path in (first, second))
     return one == other

@@ -17,7 +17,9 @@ from swinv2_moe.config.load import (
 from swinv2_moe.config.schedule import Schedule, parse_schedule
 from swinv2_moe.config.tree import (
     AllSections,
+    Change,
     all_sections,
+    changed_keys,
     checkpoint_config,
     data_config,
     default_config,
@@ -29,9 +31,11 @@ from swinv2_moe.config.tree import (
 
 __all__ = [
     "AllSections",
+    "Change",
     "Schedule",
     "all_sections",
     "as_opts",
+    "changed_keys",
     "check_config",
     "checkpoint_config",
     "choices",

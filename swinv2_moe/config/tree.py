@@ -9,13 +9,14 @@ belongs to another group, and is there because the same code needs it. Lists are
 import copy
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig
 from moe_core.options import Option, options
 from swinv2_moe.data.section import AugmentConfig, CropConfig, DataConfig
+from swinv2_moe.files import is_same_path
 from swinv2_moe.models.section import (
     TRUNKS,
     ExpertsConfig,
@@ -112,6 +113,32 @@ def flatten(config: CfgNode, prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+class Change(NamedTuple):
+    """A key whose value differs between two configurations. `affects` is as in `Option`."""
+
+    key: str
+    before: object
+    now: object
+    affects: str
+
+
+def changed_keys(before: CfgNode, now: CfgNode) -> list[Change]:
+    """The keys that a run has changed since its checkpoint, without those on which no result
+    depends. Two names of one file are no change."""
+    kinds, old, new = key_options(), flatten(before), flatten(now)
+    changes = []
+    for key, value in new.items():
+        affects, former = kinds[key].affects, old[key]
+        if key == "MODEL.MOE.CAPACITY_FACTOR" and now.MODEL.MOE.ROUTER == "expert_choice":
+            affects = "accuracy"  # by default experts choose as many tokens in evaluation
+        if key == "DATA.BATCH_SIZE" and new["DATA.GLOBAL_BATCH_SIZE"]:
+            affects = ""  # follows from the number of ranks
+        is_path = isinstance(value, str) and is_same_path(str(former), value)
+        if affects and value != former and not is_path:
+            changes.append(Change(key, former, value, affects))
+    return changes
 
 
 def run_config(config: CfgNode) -> RunConfig:

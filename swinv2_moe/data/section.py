@@ -107,11 +107,13 @@ class CropConfig:
         " `DATA.IMG_SIZE / CROP_RATIO` pixels; 0: no crop, both sides are resized",
         least=0,
         most=1,
+        affects="accuracy",
     )
     shuffle: bool = option(
         False,
         "validation and `swinv2-moe evaluate` read the images in a fixed permutation; results"
         " are in the order of the data",
+        affects="",
     )
 
 
@@ -123,14 +125,20 @@ class DataConfig:
         "digits",
         "source of the images, or a registered name (`--import`)",
         choices=DATASETS,
+        affects="accuracy",
     )
     path: str = option(
         "",
         "`folder`: holds `train/` and `val/` with a folder per class; `list`: root of"
         " relative paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
+        affects="accuracy",
     )
     train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
-    val_list: str = option("", "`list`: as `TRAIN_LIST`, for validation")
+    val_list: str = option(
+        "",
+        "`list`: as `TRAIN_LIST`, for validation",
+        affects="accuracy",
+    )
     val_split: float = option(
         0.0,
         "`folder`, `imagenet`: share of each class of `train/` that is held out for"
@@ -138,6 +146,7 @@ class DataConfig:
         " `SEED`",
         least=0,
         most=0.9,
+        affects="accuracy",
     )
     shard_streams: int = option(
         64,
@@ -150,35 +159,62 @@ class DataConfig:
         "`shards`: a directory on a disk or in the memory of each node, to which the shards"
         " are copied while the first epoch reads them; over several nodes, the source is read"
         " once",
+        affects="",
     )
-    batch_size: int = option(128, "images per rank per forward pass", least=1)
+    batch_size: int = option(
+        128,
+        "images per rank per forward pass",
+        least=1,
+        affects="rate",
+    )
     global_batch_size: int = option(
         0,
         "images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank",
         least=0,
+        affects="rate",
     )
-    img_size: int = option(192, "side of the square input, pixels", least=1, most=2**16)
-    channels: int = option(3, "channels of an image: 1, grey, or 3, RGB", choices=(1, 3))
+    img_size: int = option(
+        192,
+        "side of the square input, pixels",
+        least=1,
+        most=2**16,
+        affects="accuracy",
+    )
+    channels: int = option(
+        3,
+        "channels of an image: 1, grey, or 3, RGB",
+        choices=(1, 3),
+        affects="accuracy",
+    )
     interpolation: str = option(
         "bicubic",
         "interpolation in resizing; `random`: bilinear or bicubic, in training",
         choices=("nearest", "bilinear", "bicubic", "random"),
+        affects="accuracy",
     )
     mean: tuple[float, ...] = option(
         (0.485, 0.456, 0.406),
         "mean of each channel, which is subtracted; the default is ImageNet's",
+        affects="accuracy",
     )
     std: tuple[float, ...] = option(
         (0.229, 0.224, 0.225),
         "standard deviation of each channel, by which the difference is divided; the default"
         " is ImageNet's",
+        affects="accuracy",
     )
-    num_workers: int = option(2, "loader processes per rank", least=0)
+    num_workers: int = option(
+        2,
+        "loader processes per rank",
+        least=0,
+        affects="",
+    )
     max_bad_share: float = option(
         0.01,
         "the run stops when a larger share of the images is unreadable",
         least=0,
         most=1,
+        affects="",
     )
 
     augment: AugmentConfig

@@ -159,13 +159,20 @@ class SwinV2Config(Trunk):
     num_heads: tuple[int, ...] = option(
         (3, 6, 12, 24),
         "attention heads of each stage; each number divides the stage's channels",
+        affects="accuracy",
     )
-    window_size: int = option(12, "side of an attention window, patches", least=1)
+    window_size: int = option(
+        12,
+        "side of an attention window, patches",
+        least=1,
+        affects="accuracy",
+    )
     mlp_ratio: float = option(4.0, "hidden dim of an FFN, in units of its channels", least=0.1)
     pretrained_window_sizes: tuple[int, ...] = option(
         (0, 0, 0, 0),
         "for each stage, the window side that the pretrained weights were trained with; 0:"
         " `window_size`",
+        affects="accuracy",
     )
 
 
@@ -180,7 +187,12 @@ class VitConfig(Trunk):
     patch_size: int = option(16, "side of a patch, pixels; divides `DATA.IMG_SIZE`", least=1)
     embed_dim: int = option(192, "channels of a token; divisible by `num_heads`", least=1)
     depth: int = option(12, "number of blocks", least=1)
-    num_heads: int = option(3, "attention heads of a block", least=1)
+    num_heads: int = option(
+        3,
+        "attention heads of a block",
+        least=1,
+        affects="accuracy",
+    )
     global_pool: str = option(
         "token",
         "what the classifier reads: `token`, the class token, or `avg`, the mean of the patches",
@@ -261,6 +273,7 @@ class ExpertsConfig:
         "ranks per expert group; the groups are replicas; 0: all ranks, or as many as the experts"
         " divide over",
         least=0,
+        affects="",
     )
     strategy: str = option(
         "r1 d1 linear",
@@ -274,6 +287,7 @@ class ExpertsConfig:
         " rows are exchanged (`counted`). `n8`: ranks on each node, otherwise torchrun's. In"
         " place of these `auto`, or `auto n8`: the tuner searches, for training and for"
         " validation, and again when times drift",
+        affects="",
     )
     blocks: tuple[tuple[int, ...], ...] = option(
         ((), (), (), ()),
@@ -292,6 +306,7 @@ class ExpertsConfig:
         "same",
         "`BATCH_PRIORITIZED` in evaluation; `same`: as in training",
         choices=("same", "always", "never"),
+        affects="accuracy",
     )
     hidden_ratio: float = option(
         1.0,
@@ -332,6 +347,7 @@ class ModelConfig:
         "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm"
         " form; `vit_moe`: ViT; or a type of your own, which declares its group of keys",
         choices=TRUNKS,
+        affects="accuracy",
     )
     num_classes: int = option(0, "number of classes; 0: that of the data", least=0)
     drop_path_rate: float = option(0.1, "largest rate of stochastic depth", least=0, most=0.999)
@@ -346,6 +362,7 @@ class ModelConfig:
         "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
         " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
         " `hf-hub:OWNER/NAME`",
+        affects="",
     )
     upcycle: str = option(
         "",
@@ -354,18 +371,21 @@ class ModelConfig:
         " centroids of the tokens of 512 training images. `run`: the dense run continues, at its"
         " epoch and learning rate, with its optimiser's state. Empty: off",
         choices=("", "weights", "clusters", "run"),
+        affects="",
     )
     upcycle_noise: float = option(
         0.0,
         "standard deviation of the noise added to upcycled experts, relative to that of the dense"
         " weights",
         least=0,
+        affects="",
     )
     class_map: str = option(
         "",
         "for a `MODEL.PRETRAINED` with other classes. `new`: its classifier is not loaded."
         " Otherwise a file with one line for each class: the number, from 0, of its row in the"
         " pretrained classifier, or -1",
+        affects="",
     )
 
     trunk: Trunk  # the group of the type

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
-from swinv2_moe.config import AllSections, config_from_text
+from swinv2_moe.config import AllSections, Change, changed_keys, config_from_text, train_config
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
 from swinv2_moe.data.datasets import UnreadableImages
@@ -69,6 +69,8 @@ class Trainer:
         self.data = data
         self.stop = StopSignal()
         self.stopped_by: str | None = None  # the signal that ended the run
+        self.changes: list[Change] = []  # of the configuration, since the checkpoint
+        self.rates: tuple[float, float] | None = None  # of the next step, before and after these
         self.distillation = distillation
         self.step = TrainingStep(
             config.train, world, model, data.num_classes, self.stop, distillation
@@ -429,9 +431,34 @@ class Trainer:
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)
         step.scaler.load(training["loss_scaler"])
         self.progress.load(source.meta["step"], training)
-        if upcycles:
-            self.progress.forget_validations()
         self.schedule.step_update(self.progress.schedule_step)
+        self._compare(source, upcycles)
+
+    def _compare(self, source: Checkpoint, upcycles: bool) -> None:
+        """Record the changes of the configuration since the checkpoint. Forget its accuracies if
+        they were measured of something else."""
+        before, now = (
+            config_from_text(text, f"checkpoint {source.directory}")
+            for text in (source.meta["config"], self.config.yaml)
+        )
+        self.changes = changed_keys(before, now)
+        if upcycles:  # keys of experts have no meaning for the dense run
+            self.changes = [one for one in self.changes if not one.key.startswith("MODEL.MOE.")]
+        training = source.meta["training"]
+        self.rates = (
+            optim.learning_rate_after(train_config(before), training),
+            optim.learning_rate_after(train_config(now), self.progress.state()),
+        )
+        counts = [self.data.train_size, self.data.val_size]
+        images = training.get("images", counts)
+        if images != counts:
+            measured = bool(self.config.data.val_split) or images[1] != counts[1]
+            affects = "accuracy" if measured else "training"
+            name = "the number of images (training, validation)"
+            self.changes.append(Change(name, images, counts, affects))
+        is_measured_otherwise = any(one.affects == "accuracy" for one in self.changes)
+        if upcycles or (is_measured_otherwise and not self.progress.finished):
+            self.progress.forget_validations()
 
     def _check_training(self, source: Checkpoint) -> dict:
         """The state of the training in a checkpoint, which must be from a classifier's run."""

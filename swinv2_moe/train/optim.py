@@ -85,7 +85,7 @@ def _split_sharded(group: dict) -> list[dict]:
     return [group | {"params": part} for part in (others, sharded) if part]
 
 
-def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -> float:
+def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: float) -> float:
     """The learning rate scaled to the global batch as TRAIN.LR_SCALING says.
 
     Args:
@@ -98,7 +98,7 @@ def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: int) -
 
 
 def build_schedule(
-    config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: int
+    config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: float
 ) -> CosineLRScheduler:
     """Linear warm-up, then half a cosine down to MIN_LR. `step_update(step)` sets the learning
     rate."""
@@ -113,6 +113,17 @@ def build_schedule(
         cycle_limit=1,
         t_in_epochs=False,
     )
+
+
+def learning_rate_after(config: TrainConfig, training: dict) -> float:
+    """The learning rate of the next step of a run with the state `training`, as in meta.json."""
+    world_size = training["global_batch"] / (config.batch_size * config.accumulation_steps)
+    rate = scaled_learning_rate(config, config.base_lr, world_size)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+    steps = training["steps_per_epoch"]
+    schedule = build_schedule(config, optimizer, steps, world_size)
+    schedule.step_update(training["epoch"] * steps + training["epoch_step"])
+    return optimizer.param_groups[0]["lr"]
 
 
 class DeviceStep:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isclose
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from moe_core import measured_forms, moe_layers
-from swinv2_moe.config import config_from_text
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
-from swinv2_moe.files import is_same_path
+from swinv2_moe.errors import short
 from swinv2_moe.models import Complexity
 from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -64,13 +64,7 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     ages = source.expert_ages()
     if ages:
         lines.append(ages)
-    saved = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
-    before, now = saved.DATA.PATH, trainer.config.data.path
-    if progress.best_top1 >= 0 and before != now and not is_same_path(before, now):
-        lines.append(
-            f"warning: DATA.PATH was {before!r} and is {now!r}: accuracies until now, and the best"
-            " one, are of the former images"
-        )
+    lines += change_lines(trainer)
     if trainer.config.data.val_split:
         data = trainer.data
         warning = split_warning(source.meta["training"], data.train_size, data.val_size)
@@ -80,6 +74,41 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
         lines.append(
             "the checkpoint does not have the duration of the run: the time to the target counts"
             " from now"
+        )
+    return lines
+
+
+_EFFECTS = {
+    "training": "training goes on with the changed value",
+    "rate": "the schedule of the learning rate has changed",
+    "accuracy": "accuracies until now were measured otherwise, and the best one is chosen anew",
+}
+
+
+def change_lines(trainer: Trainer) -> list[str]:
+    """A line for each key that has changed since the checkpoint, and the learning rates before and
+    after."""
+    progress, lines = trainer.progress, []
+    for key, before, now, affects in trainer.changes:
+        effect = _EFFECTS[affects]
+        if progress.finished:
+            effect = (
+                "no effect, all steps are done; TRAIN.EPOCHS or TRAIN.MAX_STEPS continue the run"
+            )
+        line = f"{key} was {short(before)} and is {short(now)}: {effect}"
+        if affects == "accuracy":
+            line = f"warning: {line}"
+        lines.append(line)
+    if trainer.rates is None or progress.finished:
+        return lines
+    before, now = trainer.rates
+    if any(one.affects == "rate" for one in trainer.changes) or not isclose(
+        before, now, rel_tol=1e-2
+    ):
+        lines.append(
+            f"learning rate of the next step: {before:.2e} before, {now:.2e} now. It is that of a"
+            f" run which began with the new values, after {progress.epochs_done:.3g} of its"
+            f" {progress.epochs} epochs"
         )
     return lines
 

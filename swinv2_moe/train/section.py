@@ -11,7 +11,11 @@ from swinv2_moe.data.section import AugmentConfig
 class RunConfig:
     """Keys without a group."""
 
-    output: str = option("output", "run directory; `--output` sets it")
+    output: str = option(
+        "output",
+        "run directory; `--output` sets it",
+        affects="",
+    )
     seed: int = option(
         0,
         "seed of initial weights, data order and augmentation",
@@ -22,32 +26,38 @@ class RunConfig:
         10,
         "optimiser steps between two logged steps; the last step is logged, too",
         least=1,
+        affects="",
     )
     save_freq: int = option(
         1,
         "epochs between two checkpoints; the best and the last epoch are always saved",
         least=1,
+        affects="",
     )
     event_log: bool = option(
         False,
         "write `events.log` in the MLPerf log format (needs the mlperf extra)",
+        affects="",
     )
     tracker: str = option(
         "",
         "a service that also receives the curves: `wandb` or `mlflow` (needs the extra of"
         " that name)",
         choices=("", "wandb", "mlflow"),
+        affects="",
     )
     device: str = option(
         "auto",
         "where the model runs; `auto`: on a GPU where there is one",
         choices=("auto", "cpu", "cuda"),
+        affects="",
     )
     timeout: int = option(
         600,
         "seconds after which a rank stops waiting for other ranks",
         least=1,
         most=10**6,
+        affects="",
     )
     amp_enable: bool | str = option(
         False,
@@ -59,6 +69,7 @@ class RunConfig:
     compile: bool = option(
         False,
         "compile the model; over several ranks the experts stay uncompiled (untested)",
+        affects="",
     )
 
 
@@ -70,18 +81,26 @@ class CheckpointConfig:
         0,
         "optimiser steps between two checkpoints inside an epoch; 0: after epochs only",
         least=0,
+        affects="",
     )
-    keep_last: int = option(2, "checkpoints to keep besides the best", least=1)
+    keep_last: int = option(
+        2,
+        "checkpoints to keep besides the best",
+        least=1,
+        affects="",
+    )
     experts: int = option(
         0,
         "number of experts of each layer that one save writes, in turn; 0: all. The best, the last"
         " and a signal's checkpoint have all",
         least=0,
+        affects="",
     )
     staging_mb: int = option(
         4096,
         "host memory per rank for saving while training continues, MB; beyond it, training waits",
         least=0,
+        affects="",
     )
 
 
@@ -145,6 +164,7 @@ class DistillConfig:
         "",
         "directory of the teacher's outputs, for all runs and ranks; empty:"
         " `~/.cache/swinv2-moe/teacher`",
+        affects="",
     )
 
 
@@ -152,25 +172,43 @@ class DistillConfig:
 class TrainConfig:
     """TRAIN: the schedule and the optimiser's steps."""
 
-    epochs: int = option(90, "passes over the training images, warm-up included", least=1)
-    warmup_epochs: int = option(10, "epochs in which the learning rate rises linearly", least=0)
+    epochs: int = option(
+        90,
+        "passes over the training images, warm-up included",
+        least=1,
+        affects="rate",
+    )
+    warmup_epochs: int = option(
+        10,
+        "epochs in which the learning rate rises linearly",
+        least=0,
+        affects="rate",
+    )
     base_lr: float = option(
         1.25e-4,
         "learning rate for 512 images per step; scaled with the global batch as `lr_scaling` says",
         least=0,
+        affects="rate",
     )
     lr_scaling: str = option(
         "linear",
         "how learning rates scale with the global batch: in proportion to it (`linear`) or to its"
         " square root (`sqrt`)",
         choices=("linear", "sqrt"),
+        affects="rate",
     )
     warmup_lr: float = option(
         1.25e-7,
         "learning rate for 512 images at the start of warm-up",
         least=0,
+        affects="rate",
     )
-    min_lr: float = option(1.25e-6, "learning rate at the end, for 512 images", least=0)
+    min_lr: float = option(
+        1.25e-6,
+        "learning rate at the end, for 512 images",
+        least=0,
+        affects="rate",
+    )
     weight_decay: float = option(0.1, "weight decay; biases and norms have none", least=0)
     layer_decay: float = option(
         1.0,
@@ -188,17 +226,29 @@ class TrainConfig:
         "steps between two measurements of the gradient's noise scale, each of two successive"
         " steps; 0: none",
         least=0,
+        affects="",
     )
-    accumulation_steps: int = option(1, "forward and backward passes per optimiser step", least=1)
+    accumulation_steps: int = option(
+        1,
+        "forward and backward passes per optimiser step",
+        least=1,
+        affects="rate",
+    )
     graph: bool = option(
         False,
         "replay the kernels of a step as a CUDA graph, so that a small batch does not wait for the"
         " host: one process, one GPU, AdamW",
+        affects="",
     )
-    use_checkpoint: bool = option(False, "recompute activations in the backward pass")
+    use_checkpoint: bool = option(
+        False,
+        "recompute activations in the backward pass",
+        affects="",
+    )
     shard_trunk: bool = option(
         False,
         "shard the shared parameters, their gradients and moments over the ranks (FSDP2)",
+        affects="",
     )
     ema_decay: float = option(
         0.0,
@@ -216,6 +266,7 @@ class TrainConfig:
         "report the first time of this validation accuracy, percent; 0: none",
         least=0,
         most=100,
+        affects="",
     )
     best_by: str = option(
         "top1",

@@ -8,16 +8,20 @@ from moe_core import MoEConfig
 from moe_core.options import Option, option, options
 from swinv2_moe.config import (
     as_opts,
+    changed_keys,
     checkpoint_config,
+    config_from_text,
     data_config,
     default_config,
     load_config,
     model_config,
     reference,
+    resolve_batch_size,
     run_config,
     train_config,
 )
 from swinv2_moe.config.reference import describe
+from swinv2_moe.config.tree import key_options
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.section import PUBLISHED_MOE
 
@@ -99,3 +103,27 @@ def test_keys_below_a_prefix():
     assert "TRAIN.EPOCHS" not in below
     with pytest.raises(UserError, match=r"'DATA.VALSPLIT'; did you mean DATA.VAL_SPLIT"):
         describe("DATA.VALSPLIT")
+
+
+def test_each_key_says_what_another_value_changes():
+    kinds = {key: one.affects for key, one in key_options().items()}
+    assert set(kinds.values()) == {"", "rate", "accuracy", "training"}
+    # what a validation reads besides the weights
+    for key in ("DATA.PATH", "DATA.VAL_SPLIT", "DATA.MEAN", "DATA.IMG_SIZE", "TEST.CROP_RATIO"):
+        assert kinds[key] == "accuracy", key
+
+
+def test_two_names_of_one_folder_are_no_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before, now = (load_config(None, ["DATA.PATH", p]) for p in ("d", str(tmp_path / "d")))
+    assert changed_keys(before, now) == []
+    (change,) = changed_keys(before, load_config(None, ["DATA.PATH", "e"]))
+    assert change == ("DATA.PATH", "d", "e", "accuracy")
+    hostile = config_from_text('DATA: {PATH: "d\\0"}', "checkpoint")
+    assert [one.key for one in changed_keys(hostile, now)] == ["DATA.PATH"]
+
+
+def test_the_batch_of_a_rank_is_no_change_where_the_global_one_is_given():
+    opts = ["DATA.GLOBAL_BATCH_SIZE", "64"]
+    before, now = (resolve_batch_size(load_config(None, opts), ranks) for ranks in (1, 2))
+    assert changed_keys(before, now) == []

@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that never stopped."""
 
+import math
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import Progress
 from swinv2_moe.train.run import train
+from swinv2_moe.train.run_report import change_lines
 
 EVERYTHING = {
     "TRAIN.EPOCHS": 3,
@@ -212,6 +214,96 @@ def test_a_finished_run_keeps_its_configuration_and_does_not_go_on_elsewhere(mak
     ):
         train(config, str(tmp_path / "run"))
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def changes_of(make_trainer, save, tmp_path, keys, epoch=1):
+    """A trainer with other keys that goes on from the end of an epoch, and its lines about them."""
+    first = make_trainer()
+    progress = first.progress
+    progress.epoch, progress.step, progress.validated_step = epoch, 5 * epoch, 5 * epoch
+    progress.best_top1 = progress.last_top1 = 75.0
+    source = open_checkpoint(save(first, tmp_path / "run"))
+    second = make_trainer(keys)
+    second.resume(source)
+    return second, change_lines(second)
+
+
+def test_only_keys_on_which_results_depend_are_changes(make_trainer, save, tmp_path):
+    keys = {"PRINT_FREQ": 7, "OUTPUT": tmp_path / "moved", "DATA.NUM_WORKERS": 3, "TIMEOUT": 7}
+    keys |= {"CHECKPOINT.KEEP_LAST": 9, "MODEL.MOE.KERNELS": "torch", "TRAIN.TARGET_TOP1": 5}
+    trainer, lines = changes_of(make_trainer, save, tmp_path, keys)
+    assert lines == []
+    assert trainer.progress.best_top1 == 75.0
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "now"),
+    [
+        ("DATA.MEAN", [0.3], [0.1]),
+        ("DATA.STD", [0.3], [0.1]),
+        ("DATA.IMG_SIZE", 16, 32),
+        ("DATA.INTERPOLATION", "bicubic", "bilinear"),
+        ("TEST.CROP_RATIO", 1.0, 0.5),
+        ("MODEL.MOE.EVAL_CAPACITY_FACTOR", 0.0, 1.25),
+        ("MODEL.MOE.TOP_K", 1, 2),
+    ],
+)
+def test_what_accuracies_are_measured_of_begins_a_new_best(
+    key, before, now, make_trainer, save, tmp_path
+):
+    both = {"DATA.CHANNELS": 1, "DATA.MEAN": [0.3], "DATA.STD": [0.3], "TEST.CROP_RATIO": 1.0}
+    both["MODEL.SWINV2.PRETRAINED_WINDOW_SIZES"] = [4, 4, 2]
+
+    def make(keys=None):
+        return make_trainer(both | (keys or {}))
+
+    trainer, lines = changes_of(make, save, tmp_path, {key: now})
+    assert lines == [
+        f"warning: {key} was {before!r} and is {now!r}: accuracies until now were measured"
+        " otherwise, and the best one is chosen anew"
+    ]
+    assert trainer.progress.best_top1 == -1.0
+
+
+def test_a_change_of_training_is_named_and_keeps_the_best(make_trainer, save, tmp_path):
+    keys = {"TRAIN.WEIGHT_DECAY": 0.3, "MODEL.MOE.CAPACITY_FACTOR": 2.5}
+    trainer, lines = changes_of(make_trainer, save, tmp_path, keys)
+    goes_on = "training goes on with the changed value"
+    assert lines == [
+        f"MODEL.MOE.CAPACITY_FACTOR was 1.25 and is 2.5: {goes_on}",
+        f"TRAIN.WEIGHT_DECAY was 0.05 and is 0.3: {goes_on}",
+    ]
+    assert trainer.progress.best_top1 == 75.0
+
+
+def test_a_finished_schedule_goes_on_as_one_of_the_new_length(make_trainer, save, tmp_path):
+    """Warm-up of 1 epoch, then half a cosine over the other 3: 1 of them is done."""
+    trainer, lines = changes_of(make_trainer, save, tmp_path, {"TRAIN.EPOCHS": 4}, epoch=2)
+    train = trainer.config.train
+    low, high = train.min_lr * 32 / 512, train.base_lr * 32 / 512
+    now = low + (high - low) * (1 + math.cos(math.pi / 3)) / 2
+    assert lines == [
+        "TRAIN.EPOCHS was 2 and is 4: the schedule of the learning rate has changed",
+        f"learning rate of the next step: {low:.2e} before, {now:.2e} now. It is that of a run"
+        " which began with the new values, after 2 of its 4 epochs",
+    ]
+    assert max(group["lr"] for group in trainer.step.optimizer.param_groups) == pytest.approx(now)
+
+
+def test_another_batch_changes_the_learning_rate(make_trainer, save, tmp_path):
+    trainer, lines = changes_of(make_trainer, save, tmp_path, {"DATA.BATCH_SIZE": 16})
+    before, now = (trainer.config.train.base_lr * batch / 512 for batch in (32, 16))
+    assert lines[0].startswith("DATA.BATCH_SIZE was 32 and is 16: ")
+    assert lines[1].startswith(f"learning rate of the next step: {before:.2e} before, {now:.2e} ")
+
+
+def test_a_finished_run_is_not_changed(make_trainer, save, tmp_path):
+    keys = {"DATA.INTERPOLATION": "bilinear"}
+    trainer, (line,) = changes_of(make_trainer, save, tmp_path, keys, epoch=2)
+    assert line.endswith(
+        "no effect, all steps are done; TRAIN.EPOCHS or TRAIN.MAX_STEPS continue the run"
+    )
+    assert trainer.progress.best_top1 == 75.0
 
 
 def test_the_next_validation_is_the_best_where_the_best_is_gone(make_config, tmp_path, monkeypatch):
