@@ -19,15 +19,43 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import read_json
+from swinv2_moe.forms import (
+    COUNT,
+    NUMBER,
+    OBJECT,
+    POSITIVE_NUMBER,
+    TEXT,
+    Form,
+    form,
+    list_of,
+    or_null,
+    record,
+)
 from swinv2_moe.models.bundled import PREFIX, bundled_file
 from swinv2_moe.models.positions import windows_of_model
 
 _TIMM = "timm:"
 _HUB = "hf-hub:"
 _LOCAL = "local-dir:"
+NO_CONFIG = "its config.json is not in the cache and cannot be downloaded"
 _MAX_DESCRIPTION = 1 << 20  # bytes of config.json
 _SWIN = ("swinv2_", "swin_moe")
 _WINDOW_ARGUMENTS = ("img_size", "patch_size", "window_size", "pretrained_window_sizes", "depths")
+_INTERPOLATIONS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"]
+_SIDE = form(
+    "a whole number from 1 to 4096", lambda value: type(value) is int and 0 < value <= 2**12
+)
+_SETTINGS: dict[str, Form] = {
+    "input_size": list_of(_SIDE, 3),
+    "mean": list_of(NUMBER),
+    "std": list_of(POSITIVE_NUMBER),
+    "interpolation": form("one of timm's", _INTERPOLATIONS.__contains__),
+    "crop_pct": NUMBER,
+    "crop_mode": TEXT,
+    "num_classes": COUNT,
+}
+_OPTIONAL_SETTINGS = record({}, {name: or_null(one) for name, one in _SETTINGS.items()})
+_CONFIG = record({}, {"pretrained_cfg": OBJECT, "model_args": or_null(OBJECT)})
 _FILES = ("model.safetensors", "pytorch_model.bin")  # the second name is used in older repositories
 
 
@@ -80,9 +108,13 @@ def local_file(pretrained: str) -> str:
     return str(directory) if pretrained.startswith(_LOCAL) else pretrained
 
 
-def timm_config(name: str) -> Mapping[str, object]:
-    """The config.json of a name, in timm's form: from timm, or from the hub. Empty if it is not
-    known."""
+def timm_config(name: str) -> Mapping[str, object] | None:
+    """The config.json of a name, in timm's form: from timm, or from the hub. Empty if the
+    repository has none; None if it is neither in the cache nor can be downloaded.
+
+    Raises:
+        UserError: as `read_timm_config`.
+    """
     if name.startswith(_TIMM):
         model = name.removeprefix(_TIMM)
         config = get_pretrained_cfg(model, allow_unregistered=True)
@@ -93,25 +125,41 @@ def timm_config(name: str) -> Mapping[str, object]:
             file = hf_hub_download(
                 repository, "config.json", revision=revision, local_files_only=cached
             )
+        except LocalEntryNotFoundError:
+            continue
+        except EntryNotFoundError:
+            return {}
         except (OSError, ValueError):  # the download of the weights says what is wrong
             continue
         return read_timm_config(file)
-    return {}
+    return None
 
 
 def read_timm_config(file: str | Path) -> Mapping[str, object]:
-    """The content of a config.json in timm's form; empty without one."""
+    """The content of a config.json in timm's form, which stands beside weights; empty without one.
+
+    Raises:
+        UserError: it cannot be read, or a setting in it cannot be used. Without this error, the
+            images would be prepared otherwise than in the training of the weights.
+    """
     try:
         content = read_json(file, _MAX_DESCRIPTION)
-    except (OSError, ValueError):
+        _CONFIG(content, "")
+        _OPTIONAL_SETTINGS(description(content), "pretrained_cfg")
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        raise UserError(
+            f"{file}: does not describe the weights beside it ({reason}); mend it, or move it away"
+            " and set the keys of DATA"
+        ) from error
+    return content
 
 
 def description(config: Mapping) -> Mapping[str, object]:
-    """timm's `pretrained_cfg` in a config.json; empty without one."""
-    described = config.get("pretrained_cfg")
-    return described if isinstance(described, dict) else {}
+    """timm's `pretrained_cfg` in a config.json. In older files its entries are outside of it."""
+    return config.get("pretrained_cfg", {key: config[key] for key in _SETTINGS if key in config})
 
 
 def windows_of_config(config: Mapping) -> list[int]:
@@ -179,7 +227,7 @@ def _has_small_counts(value: object) -> bool:
 
 def windows_of_name(name: str) -> list[int]:
     """As `windows_of_config`, of a name at timm or the hub."""
-    return windows_of_config(timm_config(name))
+    return windows_of_config(timm_config(name) or {})
 
 
 def _location(name: str, key: str = "MODEL.PRETRAINED") -> tuple[str, str | None, tuple[str, ...]]:

@@ -367,11 +367,11 @@ def _architecture(name: str) -> str:
     folder = path
     if path.is_file():
         folder = path.parent
-    try:
-        content = read_json(folder / "config.json", 1 << 20)
-    except (OSError, ValueError):
+    if not (folder / "config.json").is_file():
         return ""
-    found = content.get("architecture") if isinstance(content, dict) else None
+    from swinv2_moe.models.hub import read_timm_config  # imports torch
+
+    found = read_timm_config(folder / "config.json").get("architecture")
     return found if isinstance(found, str) else ""
 
 

@@ -30,6 +30,7 @@ from swinv2_moe.data.classes import NO_CLASS, check_counting, known_classes, mat
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, build_model, configured_windows, load_dense
 from swinv2_moe.models.hub import (
+    NO_CONFIG,
     description,
     fetch_weights,
     is_hub_name,
@@ -127,6 +128,8 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     """
     if is_hub_name(pretrained):
         content = timm_config(pretrained)
+        if content is None:
+            return TrainedWith(line=f"{NO_CONFIG}; images are prepared as the keys of DATA say")
         return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
     path = Path(local_file(pretrained))
     if path.is_dir():
@@ -148,17 +151,15 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
 def _of_run(path: Path) -> TrainedWith:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
-    newest = [*checkpoints_below(path), path][0]
-    try:
-        meta = read_meta(newest, "MODEL.PRETRAINED")
-    except UserError:  # the reader of the weights says what is wrong
-        return TrainedWith()
-    try:
-        return settings_of_checkpoint(meta, f"checkpoint {newest}")
-    except UserError as error:
-        if isinstance(error.__cause__, ValueError):  # a detector's configuration is no YAML
+    for directory in [*checkpoints_below(path), path]:
+        try:
+            meta = read_meta(directory, "MODEL.PRETRAINED")
+        except UserError:  # the reader of the weights says what is wrong, and skips it, too
+            continue
+        if "backbone_windows" in meta:  # a detector's configuration is no YAML
             return TrainedWith()
-        raise
+        return settings_of_checkpoint(meta, f"checkpoint {directory}")
+    return TrainedWith()
 
 
 def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
@@ -170,18 +171,17 @@ def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
 
 
 def settings_of_timm(described: Mapping) -> dict[str, object]:
-    """Configuration values from timm's pretrained_cfg. Entries of an unknown form are ignored."""
+    """Configuration values from timm's pretrained_cfg, as `read_timm_config` has checked it."""
     values: dict[str, object] = {}
     for name in ("mean", "std"):
-        numbers = described.get(name)
-        if isinstance(numbers, (list, tuple)) and all(type(x) in (int, float) for x in numbers):
-            values[f"DATA.{name.upper()}"] = [float(number) for number in numbers]
+        if described.get(name):
+            values[f"DATA.{name.upper()}"] = [float(number) for number in described[name]]
     if described.get("interpolation") in ("nearest", "bilinear", "bicubic"):
         values["DATA.INTERPOLATION"] = described["interpolation"]
     mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
     if mode == "squash":
         values["TEST.CROP_RATIO"] = 0.0
-    elif mode in ("center", None) and (type(ratio) is int or type(ratio) is float):
+    elif mode in ("center", None) and ratio is not None:
         values["TEST.CROP_RATIO"] = float(ratio)
     return values
 

@@ -388,7 +388,7 @@ def test_a_description_that_is_wrong(config_of, colours, tmp_path, name, value):
     else:
         description["pretrained_cfg"] = {name: value}
     (tmp_path / "known" / "config.json").write_text(json.dumps(description))
-    message = rf"known: its config.json does not describe a model: \S*{name}"
+    message = rf"known/config\.json: does not describe the weights beside it \(\S*{name}"
     with pytest.raises(UserError, match=message):
         teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
 

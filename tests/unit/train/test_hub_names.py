@@ -17,7 +17,7 @@ from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import hub
 from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
-from swinv2_moe.train.initial import load_pretrained
+from swinv2_moe.train.initial import load_pretrained, settings_of_weights
 
 TINY = "swinv2_tiny_window8_256.ms_in1k"
 
@@ -102,7 +102,18 @@ def test_the_windows_of_timms_weights():
     assert windows_of_name(name) == [12, 12, 12, 6]
     assert windows_of_name(f"timm:{TINY}") == [8, 8, 8, 8]
     assert windows_of_name("timm:vit_tiny_patch16_224") == []
+
+
+def test_settings_that_are_not_in_the_cache_are_said(cache):
+    directory = snapshot(cache, "me/mine")
+    (directory / "model.safetensors").write_bytes(b"content")
     assert windows_of_name("hf-hub:me/mine") == []
+    trained = settings_of_weights("hf-hub:me/mine", 4)
+    assert trained.line.startswith("its config.json is not in the cache and cannot be downloaded")
+    assert trained.values == {}
+    (directory / "config.json").write_text('{"pretrained_cfg": {"mean": [')
+    with pytest.raises(UserError, match=r"config\.json: does not describe the weights beside it"):
+        settings_of_weights("hf-hub:me/mine", 4)
 
 
 def load(make_trainer, name, keys=None):

@@ -3,6 +3,7 @@ experts."""
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -263,8 +264,6 @@ def test_a_description_of_timm():
     cropped = {"TEST.CROP_RATIO": 0.9}
     assert initial.settings_of_timm(described | {"crop_pct": 0.9}) == expected | cropped
     assert initial.settings_of_timm({"crop_mode": "squash"}) == {"TEST.CROP_RATIO": 0.0}
-    hostile = {"mean": "a", "std": [None], "interpolation": 3, "crop_mode": [], "crop_pct": "x"}
-    assert initial.settings_of_timm(hostile) == {}
     content = timm_config("timm:vit_tiny_patch16_224.augreg_in21k")
     named = initial.settings_of_timm(description(content))
     assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
@@ -280,6 +279,58 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
     assert initial.settings_of_weights(str(tmp_path / "one.pth"), 1).line == ""
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"architecture": "swinv2_tiny_win', "Unterminated string"),
+        ("[]", "is a list"),
+        ("\xff", "can't decode byte 0xff"),
+        ('{"pretrained_cfg": null}', "pretrained_cfg is null"),
+        ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a finite number"),
+        ('{"pretrained_cfg": {"mean": "0.5"}}', "pretrained_cfg/mean is '0.5'"),
+        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a positive number"),
+        ('{"pretrained_cfg": {"crop_pct": "0.9"}}', "pretrained_cfg/crop_pct is '0.9'"),
+        ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
+        ('{"architecture": "x", "mean": [null]}', "mean/0 is null"),
+    ],
+)
+@pytest.mark.parametrize("file", ["", "model.safetensors", "other.pth"])
+def test_settings_beside_weights_that_cannot_be_used(content, says, file, tmp_path):
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
+    with pytest.raises(UserError) as caught:
+        initial.settings_of_weights(str(tmp_path / file), 1)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/config.json: does not describe the weights beside it (")
+    assert says in message
+
+
+def test_settings_that_may_not_be_read(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"config\.json: does not .*not a regular file"):
+        initial.settings_of_weights(str(tmp_path / "other.pth"), 1)
+
+
+def test_the_settings_of_a_run_whose_newest_checkpoint_is_damaged(make_trainer, save, tmp_path):
+    trainer = make_trainer({"DATA.MEAN": [0.1, 0.2, 0.3]})
+    older = save(trainer, tmp_path / "checkpoints")
+    trainer.progress.step = 7
+    (save(trainer, tmp_path / "checkpoints") / "meta.json").write_text('{"step": 7, "conf')
+    trained = initial.settings_of_weights(str(tmp_path), 3)
+    assert trained.values["DATA.MEAN"] == [0.1, 0.2, 0.3]
+    shutil.rmtree(older)
+    assert initial.settings_of_weights(str(tmp_path), 3) == initial.TrainedWith()
+
+
+def test_an_older_description_of_timm(tmp_path):
+    (tmp_path / "config.json").write_text('{"architecture": "x", "mean": [0.1, 0.2, 0.3]}')
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    trained = initial.settings_of_weights(str(tmp_path), 1)
+    assert trained.values == {"DATA.MEAN": [0.1, 0.2, 0.3]}
+
+
 V2_ARGS = {"img_size": 64, "patch_size": 4, "depths": [1, 2], "window_size": 4}
 V2_ARGS |= {"pretrained_window_sizes": [6, 0], "embed_dim": 10**9}
 TINY = {"architecture": "swinv2_tiny_window8_256"}
@@ -289,7 +340,7 @@ DESCRIBED = [
     ({"architecture": "vit_tiny_patch16_224"}, []),
     (TINY | {"model_args": {"window_size": 10**9}}, []),
     (TINY | {"model_args": {"depths": ["a"]}}, []),
-    ({"architecture": ["swinv2_moe"], "model_args": 3}, []),
+    ({"architecture": ["swinv2_moe"], "model_args": None}, []),
 ]
 
 
