@@ -41,6 +41,7 @@ from swinv2_moe.models.weights import check_finite, compare
 from swinv2_moe.train import initial
 from swinv2_moe.train.checkpoint import (
     SINGLE_FORMAT,
+    check_network,
     count_classes,
     open_file,
     open_newest,
@@ -97,6 +98,7 @@ def import_weights(
         tensors, file_config, file_names, step = _read_single(source)
         config, class_names = config or file_config, class_names or file_names
         section = model_config(config)
+        check_network(open_file(source), section, num_classes=0)
         model = _meta_model(section, _num_classes(tensors, section, class_names, source))
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
@@ -160,6 +162,7 @@ def export_weights(
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     section = model_config(config)
     num_classes = count_classes(source, section)
+    check_network(source, section, num_classes)
     model = _meta_model(section, num_classes)
     if kind == "single":
         if ranks is not None or output.suffix != ".safetensors":

@@ -20,7 +20,12 @@ from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
-from swinv2_moe.train.checkpoint import count_classes, open_newest, read_weights_of
+from swinv2_moe.train.checkpoint import (
+    check_network,
+    count_classes,
+    open_newest,
+    read_weights_of,
+)
 
 # Keys about the machine of the training, with the values that are exported instead.
 _NOT_THE_MODELS = {"MODEL.MOE.KERNELS": "auto"}
@@ -47,6 +52,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
             " (timm.models.register_model) in the file of the class"
         )
     num_classes = count_classes(source, section)
+    check_network(source, section, num_classes)
     arguments = model_arguments(section, num_classes)
     model: Any = timm.create_model(section.type, **arguments).eval()
     load_strict(model, read_weights_of(source, model), name)

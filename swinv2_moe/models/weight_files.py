@@ -30,6 +30,8 @@ _WRAPPERS = {"module", "_orig_mod", "model", "net", "network", "backbone", "ema_
 _WRAPPERS |= {"student", "teacher", "encoder", "encoder_q", "momentum_encoder"}
 # int8 rows times the numbers of this name are the rows of a weight (`as_int8`)
 SCALE = ".scale"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_DTYPES |= {"BF16": torch.bfloat16, "I8": torch.int8}  # by safetensors' names
 _LEAST_INT8 = 1 << 14  # numbers of a tensor that is stored as int8
 _MAX_READ = 64 << 20  # limit of a zip's directory, and of a record that holds no tensor
 
@@ -58,6 +60,26 @@ def read_one_of(file: Path) -> tuple[dict[str, Tensor], str]:
             return without_prefixes(tensors, f"weights {file}"), ""
         # MemoryError: a file larger than the address space
         except (SafetensorError, MemoryError) as error:
+            raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
+
+
+def read_headers(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file on the meta device: as `read_weights`, without values.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with _opened(file):
+        try:
+            tensors = {}
+            with safe_open(file, "pt") as content:
+                for name in content.keys():  # noqa: SIM118
+                    part = content.get_slice(name)
+                    # what is not of floating point is refused, whatever it is
+                    dtype = _DTYPES.get(part.get_dtype(), torch.int64)
+                    tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+            return without_prefixes(_without_scales(tensors), f"weights {file}")
+        except SafetensorError as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
 
 

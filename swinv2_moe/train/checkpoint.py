@@ -15,26 +15,27 @@ its files is compared with the size and checksum in meta.json.
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
-from moe_core.checkpoint import TRUNK, count_experts, load_tensors, save_tensors
+from moe_core.checkpoint import TRUNK, count_experts, expert_file, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash, publish_directory
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_directory, parse_json, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
-from swinv2_moe.models.build import model_class
+from swinv2_moe.models.build import build_model, model_class
 from swinv2_moe.models.bundled import located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
-from swinv2_moe.models.weight_files import read_metadata, read_weights
+from swinv2_moe.models.weight_files import read_headers, read_metadata, read_weights
 from swinv2_moe.models.weights import check_finite, compare, rank_experts
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
@@ -310,6 +311,71 @@ def write_weights(
             files[str(path.relative_to(temporary))] = fsync_and_hash(path)
         write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
         publish_directory(temporary, directory)
+
+
+def check_network(checkpoint: Checkpoint, config: ModelConfig, num_classes: int) -> None:
+    """Compare a model with the headers of a checkpoint's files, before it is built: the
+    configuration of a checkpoint may ask for a model that fills the memory.
+
+    Args:
+        num_classes: 0: the classifier is not compared.
+
+    Raises:
+        UserError: the model has other tensors than the files, or does not fit into the memory.
+    """
+    directory, experts = checkpoint.directory, {}
+    found = read_headers(directory if directory.is_file() else directory / TRUNK)
+    if directory.is_dir():
+        experts = count_experts(directory)
+    for layer, count in experts.items():
+        for name, like in read_headers(directory / expert_file(layer, 0)).items():
+            found[f"{layer}.experts.{name}"] = like.new_empty((count, *like.shape))
+    problem = larger_than(found, vars(config.trunk), f"MODEL.{config.trunk.group}.")
+    if not problem:
+        try:
+            with torch.device("meta"):
+                model = build_model(config, num_classes)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            reason = one_line(str(error).partition("\n")[0])
+            raise UserError(
+                f"checkpoint {directory}: MODEL has more numbers than torch can count ({reason})"
+            ) from error
+        if num_classes == 0:
+            found = {k: v for k, v in found.items() if k not in model.classifier_names()}
+        problem = "; ".join(_compare_expert_counts(directory, model))
+        problem = problem or compare(model.state_dict(), found)
+    if problem:
+        raise UserError(
+            f"checkpoint {directory}: it does not fit the model: {problem}; nothing was loaded"
+        )
+    # what no file holds: tables of positions, masks of windows, and an image
+    needed = sum(buffer.nbytes for buffer in model.buffers())
+    needed += 4 * config.in_chans * config.img_size**2
+    available = psutil.virtual_memory().total
+    if needed > available:
+        raise UserError(
+            f"checkpoint {directory}: DATA.IMG_SIZE {config.img_size} and the windows of its model"
+            f" need {needed / 1e9:,.0f} GB, this machine has {available / 1e9:,.0f} GB"
+        )
+
+
+def larger_than(found: dict[str, Tensor], sizes: Mapping[str, object], group: str) -> str:
+    """A phrase that names one of a model's sizes which the tensors `found` rule out; "" if there is
+    none. Building a block takes time even on the meta device.
+
+    Args:
+        sizes: arguments of the model's class.
+        group: the beginning of their names in the message.
+    """
+    numbers = sum(tensor.numel() for tensor in found.values())
+    for name, value in sizes.items():
+        limit, unit = numbers, "numbers"
+        if re.search("depth|layers|blocks", name):  # each has tensors
+            limit, unit = len(found), "tensors"
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        if sum(part for part in parts if isinstance(part, int)) > limit:
+            return f"{group}{name.upper()} is {short(value)}, the files hold {limit:,} {unit}"
+    return ""
 
 
 def read_section(

@@ -87,6 +87,7 @@ class Deployed:
             UserError: the weights do not fit the configuration or the number of classes.
         """
         config = self.model_config
+        checkpoint.check_network(self.source, config, num_classes)
         model = build_model(config, num_classes, expert_group(config.experts, self.world))
         head = model.classifier_names() if num_classes == 0 else ()
 

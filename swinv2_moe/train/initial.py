@@ -45,16 +45,19 @@ from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
 from swinv2_moe.train.checkpoint import (
+    SINGLE_FORMAT,
     Checkpoint,
     Fit,
+    check_network,
     checkpoints_below,
     find_checkpoint,
     load_weights,
+    open_file,
     read_dense,
 )
 from swinv2_moe.train.clusters import Start, find_starts, set_routers
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import read_meta
+from swinv2_moe.train.meta import DamagedError, read_meta
 
 _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
@@ -90,7 +93,11 @@ def as_trained(
     model = config.MODEL
     if source is not None:
         name = f"checkpoint {source.directory}"
-        trained = settings_of_checkpoint(source.meta, name)
+        upcycles = model.UPCYCLE == "run" and not source.meta["experts"]
+        if not upcycles:
+            section = model_config(config)
+            world.on_every_rank(lambda: check_network(source, section, num_classes=0))
+        trained = settings_of_checkpoint(source)
         config, notes = take_over(config, trained, name)
         return config, notes if model.UPCYCLE == "run" else []
     if not model.PRETRAINED:
@@ -112,9 +119,18 @@ class TrainedWith:
     line: str = ""
 
 
-def settings_of_checkpoint(meta: dict, name: str) -> TrainedWith:
-    """The values in the meta.json of a checkpoint."""
-    return _of_yaml(meta["config"], meta.get("windows"), name)
+def settings_of_checkpoint(source: Checkpoint) -> TrainedWith:
+    """The values in the configuration of a checkpoint.
+
+    Raises:
+        UserError: the configuration cannot be used, or is that of another model.
+    """
+    config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
+    check_network(source, model_config(config), num_classes=0)
+    values, windows = flatten(config), source.meta.get("windows")
+    if windows is None:
+        windows = configured_windows(model_config(config))
+    return TrainedWith({key: values[key] for key in _KEYS}, windows)
 
 
 def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
@@ -140,8 +156,8 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
                 metadata = content.metadata() or {}
         except Exception:  # the reader of the weights says what is wrong
             return TrainedWith()
-        if "config" in metadata:
-            return _of_yaml(metadata["config"], None, str(path))
+        if metadata.get("format") == SINGLE_FORMAT:
+            return settings_of_checkpoint(open_file(path))
     content = read_timm_config(path.parent / "config.json")
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
@@ -151,23 +167,20 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
 def _of_run(path: Path) -> TrainedWith:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
+    problem: UserError | None = None
     for directory in [*checkpoints_below(path), path]:
         try:
             meta = read_meta(directory, "MODEL.PRETRAINED")
-        except UserError:  # the reader of the weights says what is wrong, and skips it, too
+            if "backbone_windows" in meta:  # a detector's configuration is no YAML
+                return TrainedWith()
+            return settings_of_checkpoint(Checkpoint(directory, meta))
+        except DamagedError:  # the reader of the weights says what is wrong, and skips it, too
             continue
-        if "backbone_windows" in meta:  # a detector's configuration is no YAML
-            return TrainedWith()
-        return settings_of_checkpoint(meta, f"checkpoint {directory}")
+        except UserError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
     return TrainedWith()
-
-
-def _of_yaml(text: str, windows: list[int] | None, name: str) -> TrainedWith:
-    config = config_from_text(text, name)
-    values = flatten(config)
-    if windows is None:
-        windows = configured_windows(model_config(config))
-    return TrainedWith({key: values[key] for key in _KEYS}, windows)
 
 
 def settings_of_timm(described: Mapping) -> dict[str, object]:

@@ -35,6 +35,7 @@ from swinv2_moe.models.hub import (
 )
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
+from swinv2_moe.train.checkpoint import larger_than
 from swinv2_moe.train.deployed import open_alone
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.section import DistillConfig
@@ -260,6 +261,7 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
     size = config.img_size or native
     if size != native and described.get("fixed_input_size"):
         arguments["img_size"] = size
+    _check_size(architecture, arguments | {"num_classes": num_classes}, state, where)
     overlay = {"state_dict": state, "num_classes": num_classes, "custom_load": False}
     try:
         module = timm.create_model(
@@ -286,6 +288,26 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
         tuple(expected.get("std", (0.229, 0.224, 0.225))),
         expected.get("interpolation", "bicubic"),
     )
+
+
+def _check_size(
+    architecture: str, arguments: dict[str, Any], state: dict[str, Tensor], where: str
+) -> None:
+    """Raise UserError for a model that is far larger than its weights, before it is built."""
+    problem = larger_than(state, arguments, "model_args: ")
+    if not problem:
+        try:
+            with torch.device("meta"):
+                module = timm.create_model(architecture, **arguments)
+        except Exception:  # the model itself says what is wrong; some cannot be on this device
+            return
+        here, there = (
+            sum(tensor.numel() for tensor in each) for each in (module.parameters(), state.values())
+        )
+        if here > 2 * there:  # timm may resize positions
+            problem = f"the model has {here:,} numbers, its weights have {there:,}"
+    if problem:
+        raise UserError(f"{where}: its weights do not fit {architecture} ({problem})")
 
 
 def _count_classes(described: Mapping, state: Mapping[str, Tensor]) -> int:

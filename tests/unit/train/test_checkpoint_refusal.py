@@ -1,13 +1,19 @@
 """A checkpoint that does not fit is refused with every key named, and nothing changes."""
 
+from pathlib import Path
+
 import pytest
 import tool_cases
 import torch
-from run_cases import LAYERS, assert_same, copy_of
+from run_cases import ALONE, LAYERS, assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from moe_core.files import fsync_and_hash
+from swinv2_moe.config import all_sections, config_from_text
+from swinv2_moe.convert.convert import export_weights, import_weights
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model
+from swinv2_moe.models.weight_files import read_metadata
 from swinv2_moe.train.checkpoint import (
     count_classes,
     find_checkpoint,
@@ -15,7 +21,10 @@ from swinv2_moe.train.checkpoint import (
     open_checkpoint,
     read_meta,
     write_meta,
+    write_weights,
 )
+from swinv2_moe.train.deployed import Deployed
+from swinv2_moe.train.initial import as_trained, settings_of_weights
 
 
 @pytest.fixture
@@ -28,6 +37,17 @@ def save(make_trainer, save, tmp_path):
         return save(trainer, tmp_path / "checkpoints", is_best=True)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def save_once(tmp_path_factory, make_config):
+    """A checkpoint of weights, which tests restore."""
+    sections = all_sections(make_config(tmp_path_factory.mktemp("once")))
+    directory = tmp_path_factory.mktemp("saved") / "step-00000000"
+    model = build_model(sections.model, 10)
+    names = [str(digit) for digit in range(10)]
+    write_weights(directory, model, model.state_dict(), sections.yaml, names)
+    return directory
 
 
 def refusal(trainer, directory):
@@ -204,6 +224,77 @@ def test_the_position_in_an_epoch_that_has_become_shorter(save, make_trainer):
     trainer = make_trainer({"DATA.BATCH_SIZE": 16})
     trainer.resume(open_checkpoint(directory))
     assert trainer.progress.epoch_step == trainer.progress.steps_per_epoch
+
+
+READERS = {
+    "a command": lambda found, config: Deployed(ALONE, found, config).model(10),
+    "features": lambda found, config: Deployed(ALONE, found, config).model(0),
+    "pretrained": lambda found, _: settings_of_weights(str(found.directory), 3),
+    "single": lambda found, _: export_weights("single", found.directory, OUTPUT),
+    "hub": lambda found, _: export_weights("hub", found.directory, OUTPUT),
+}
+OUTPUT = Path("new.safetensors")
+# Built, they would fill any memory, or take hours.
+ABSURD = [
+    ("SWINV2.EMBED_DIM", 1 << 14, "patch_embed.proj.weight ([16, 3, 2, 2] there, [16384, 3, 2"),
+    ("SWINV2.EMBED_DIM", 1 << 50, "MODEL.SWINV2.EMBED_DIM is 1125899906842624, the files hold "),
+    ("SWINV2.DEPTHS", [100_000, 1, 1], "MODEL.SWINV2.DEPTHS is (100000, 1, 1), the files hold "),
+    ("SWINV2.MLP_RATIO", 1e9, "layers.0.blocks.0.mlp.fc1.weight ([64, 16] there, [16000000000, "),
+    ("MOE.NUM_EXPERTS", 10**9, f"{LAYERS[0]}.experts: 4 there, 1000000000 in the model"),
+    ("MOE.NUM_SHARED_EXPERTS", 10**9, f"missing: {LAYERS[0]}.shared.w1"),
+    ("MOE.HIDDEN_RATIO", 1e17, "MODEL has more numbers than torch can count ("),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "says"), ABSURD)
+@pytest.mark.parametrize("reader", READERS)
+def test_an_absurd_network_is_compared_with_its_files_before_it_is_built(
+    key, value, says, reader, make_trainer, save_once, tmp_path, monkeypatch
+):
+    """Also where the files of the checkpoint are a few KB."""
+    monkeypatch.chdir(tmp_path)
+    meta = read_meta(save_once)
+    text = meta["config"]
+    config = config_from_text(text, "checkpoint").clone()
+    config.defrost()
+    group, _, name = key.partition(".")
+    config.MODEL[group][name] = value
+    write_meta(save_once, meta | {"config": config.dump(), "windows": None})
+    try:
+        found = open_checkpoint(save_once)
+        message = tool_cases.refusal(READERS[reader], found, all_sections(config))
+    finally:
+        write_meta(save_once, meta)
+    assert says in message
+    assert not OUTPUT.exists()
+
+
+def test_an_absurd_network_is_not_trained_further(make_config, save_once, tmp_path):
+    """`train RUN` takes the configuration from config.yaml."""
+    opts = {"MODEL.MOE.NUM_EXPERTS": 10**9}
+    message = tool_cases.refusal(
+        as_trained, make_config(tmp_path, opts), open_checkpoint(save_once), ALONE
+    )
+    assert "4 there, 1000000000 in the model; nothing was loaded" in message
+
+
+def test_windows_and_images_that_no_memory_holds(make_config, save_once, tmp_path):
+    opts = {"DATA.IMG_SIZE": 1 << 16, "MODEL.SWINV2.WINDOW_SIZE": 1 << 12}
+    message = tool_cases.refusal(
+        as_trained, make_config(tmp_path, opts), open_checkpoint(save_once), ALONE
+    )
+    assert "DATA.IMG_SIZE 65536 and the windows of its model need " in message
+
+
+def test_a_single_file_of_an_absurd_network(save_once, tmp_path):
+    file = tmp_path / "one.safetensors"
+    export_weights("single", save_once, file)
+    metadata = read_metadata(file)
+    metadata["config"] = metadata["config"].replace("NUM_EXPERTS: 4", "NUM_EXPERTS: 1000000000")
+    save_file(load_file(file), file, metadata)
+    says = f"{LAYERS[0]}.experts.w1 ([4, "
+    assert says in tool_cases.refusal(settings_of_weights, str(file), 3)
+    assert says in tool_cases.refusal(import_weights, "single", file, tmp_path / "imported")
 
 
 def test_a_path_without_a_checkpoint(tmp_path):

@@ -309,7 +309,7 @@ def test_sealed_headers_of_other_forms_are_one_line(run, make_config):
         checksum = hashlib.sha256(file.read_bytes()).hexdigest()
         change_meta(newest, TRUNK, {"bytes": file.stat().st_size, "sha256": checksum})
         config = make_config(run.parent, {"TRAIN.MAX_STEPS": 5, "TRAIN.EMA_DECAY": 0.5})
-        message = "model.safetensors is not a readable safetensors file"
+        message = "model.safetensors: cannot be read as weights"
         assert message in refusal(train, config, str(newest))
 
 

@@ -393,6 +393,21 @@ def test_a_description_that_is_wrong(config_of, colours, tmp_path, name, value):
         teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"channels": [1 << 12] * 4}, r"the model has [\d,]+ numbers, its "),
+        ({"layers": [100_000, 1, 1, 1]}, r"LAYERS is .* the files hold [\d,]+ tensors"),
+    ],
+)
+def test_a_teacher_far_larger_than_its_weights(arguments, says, config_of, colours, tmp_path):
+    description = json.loads((tmp_path / "known" / "config.json").read_text())
+    description["model_args"] = arguments
+    (tmp_path / "known" / "config.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=says):
+        teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
+
+
 @pytest.mark.parametrize("classes", ["data", "teacher"])
 def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, classes):
     for split in ("train", "val"):
