@@ -263,7 +263,25 @@ def _open_store(limit: timedelta) -> dist.Store:
         raise errors[0]
     if not stores:
         raise RuntimeError("what answers there is not rank 0")
-    return stores[0]
+    return _of_this_attempt(stores[0])
+
+
+def _has_agents_store() -> bool:
+    """Whether the store lives in torchrun, which keeps it when it restarts the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    """The store without the keys of the ranks that torchrun has restarted: their addresses are no
+    longer valid.
+
+    On several nodes the ranks may have been restarted at different counts, so that they would not
+    find each other. There the store stays as it is.
+    """
+    if _has_agents_store() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"attempt {attempt}", store)
+    return store
 
 
 def _compare_sizes(store: dist.Store, rank: int, size: int) -> None:
@@ -305,6 +323,12 @@ def _why_not_joined(error: Exception, within: str) -> str:
         return (
             f"rank 0 does not answer {within}; has it been started, and can this host reach it?"
             f" ({message})"
+        )
+    if _has_agents_store() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return (
+            "torchrun has restarted the ranks and keeps the addresses of the earlier ones; on"
+            " several nodes a restart needs --rdzv-backend c10d --rdzv-endpoint HOST:PORT and the"
+            f" variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ({message})"
         )
     return (
         f"a rank may have ended, or not joined {within}, or another program may use the port"

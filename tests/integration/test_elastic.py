@@ -1,9 +1,9 @@
 """torchrun agents that come and go: the others go on from the newest checkpoint with the losses of
 one process.
 
-Every launcher needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that (torch 2.11). Without it an agent
-keeps the address that its first round agreed on: one that joins later waits for it in vain, and one
-that becomes the first fails an assertion.
+Launchers of several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that (torch 2.11). Without
+it an agent keeps the address that its first round agreed on: one that joins later waits for it in
+vain, and one that becomes the first fails an assertion.
 """
 
 import contextlib
@@ -140,6 +140,35 @@ def test_a_node_that_dies(lost, data, whole, agents):
     assert "resuming from" in said
     assert "1 process on cpu" in said
     assert_whole(world.run, STEPS, whole)
+
+
+@pytest.mark.parametrize("rendezvous", ["--master-port {port}", "--standalone"])
+def test_a_rank_that_dies_on_one_node(rendezvous, data, whole, tmp_path):
+    """torchrun restarts both ranks. They meet in the store of its agent, which has outlived the
+    ranks before."""
+    run = tmp_path / "run"
+    words = f"-m torch.distributed.run --nproc_per_node 2 --max-restarts 2 {rendezvous}"
+    words += (
+        f" -m swinv2_moe train --cfg configs/quickstart_digits.yaml --resume auto --data {data}"
+    )
+    words += f" --output {run} --opts {KEYS} TRAIN.MAX_STEPS {STEPS} TIMEOUT 60"
+    variables = {"OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(
+        [sys.executable, *words.format(port=free_port()).split()],
+        cwd=ROOT,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not checkpoints_below(run / "checkpoints") and launcher.poll() is None:
+        time.sleep(0.02)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=600)
+    assert launcher.returncode == 0, said
+    assert "resuming from" in said
+    assert_whole(run, STEPS, whole)
 
 
 def test_a_node_that_joins(data, whole, agents):

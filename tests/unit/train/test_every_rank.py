@@ -21,7 +21,12 @@ from swinv2_moe.commands.faults import explain_fault
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.arrival import load_data
-from swinv2_moe.train.distributed import World, _compare_sizes
+from swinv2_moe.train.distributed import (
+    World,
+    _compare_sizes,
+    _of_this_attempt,
+    _why_not_joined,
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,32 @@ def test_ranks_that_were_told_different_sizes_say_so():
         _compare_sizes(store, 1, 3)
     store.set("WORLD_SIZE/1", "2")
     _compare_sizes(store, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "agents_store", "is_shared"),
+    [("1", "True", False), ("2", "True", True), ("1", "False", True)],
+)
+def test_restarted_ranks_do_not_read_the_addresses_of_those_before(
+    nodes, agents_store, is_shared, monkeypatch
+):
+    """The store of torchrun on one node; over several nodes the counts may differ."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
+    kept = HashStore()
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        first, second = _of_this_attempt(kept), _of_this_attempt(kept)
+        assert first.check(["address"]) == (is_shared and attempt == "1")
+        first.set("address", attempt)
+        assert second.get("address").decode() == attempt
+
+
+def test_ranks_that_do_not_meet_after_a_restart_say_what_helps(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt, says in (("0", "a rank may have ended"), ("1", "_SHARE_RDZV_TCP_STORE=1 (refus")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert says in _why_not_joined(RuntimeError("refused"), "in time")
 
 
 def test_a_rank_that_no_launcher_ends_prints_its_error(monkeypatch, capsys):
