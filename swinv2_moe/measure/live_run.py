@@ -86,7 +86,8 @@ class LiveRun:
         if self.finished:
             return "finished"
         silence = now - self.written
-        if silence < _QUIET:
+        # a run on another machine may hold a lock that is not seen here; at its end it removes it
+        if silence < _QUIET and (self.directory / ".lock").exists():
             return "running"
         if not self.is_running():
             return "stopped"

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from moe_core.files import try_lock
 from swinv2_moe.errors import UserError
-from swinv2_moe.owner_file import OWNER, owner_file
+from swinv2_moe.owner_file import owner_file
 from swinv2_moe.train.distributed import World
 
 _NAME = ".lock"
@@ -94,14 +94,12 @@ def _is_file_at(file: TextIO, path: Path) -> bool:
 
 
 def _release(lock: ExitStack, directory: Path, missing: list[Path]) -> None:
-    """Remove the directories that `only_run` created if they are empty, and unlock."""
-    is_empty = False
+    """Remove the lock, which says to others that the run has ended, and the directories that
+    `only_run` created if they are empty."""
     with suppress(OSError):
-        is_empty = set(os.listdir(directory)) <= {_NAME, OWNER}
-        if is_empty:
-            (directory / _NAME).unlink()
+        (directory / _NAME).unlink()
     lock.close()
     with suppress(OSError):
-        if is_empty:
+        if not os.listdir(directory):
             for path in missing:
                 path.rmdir()

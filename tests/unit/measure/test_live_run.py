@@ -41,7 +41,8 @@ def epoch(number, **more):
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(*lines)`: add lines to the run; its directory."""
+    """`write(*lines)`: add lines to the run, which has not removed its lock; its directory."""
+    (tmp_path / ".lock").touch()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
 
     def run(*lines):
@@ -149,6 +150,8 @@ def test_states(write, tmp_path, run_processes):
     assert run.state(run.written) == "running"
     assert run.state(run.written + 100) == "stopped"
     run_processes(hold_lock_and_look, 1, tmp_path)
+    (tmp_path / ".lock").unlink()  # what a run does at its end
+    assert run.state(run.written) == "stopped"
     (tmp_path / "summary.json").write_text("{}")
     assert run.state(run.written) == "finished"
 
