@@ -47,11 +47,12 @@ def parse() -> argparse.Namespace:
         type=float,
         default=[],
         metavar="F",
-        help="also measure accuracy and speed at these capacity factors, and draw a PNG",
+        help="also measure accuracy and speed at these capacity factors; with --output, a figure of"
+        " that name with .png",
     )
     args = parser.parse_args()
     check_output_file(args.output)
-    if args.sweep:
+    if args.sweep and args.output:
         check_output_file(figure_of(args))
         if args.output == str(figure_of(args)):
             raise UserError(
@@ -63,7 +64,7 @@ def parse() -> argparse.Namespace:
 
 def figure_of(args: argparse.Namespace) -> Path:
     """The path of the sweep's figure, next to the results."""
-    return Path(args.output or "sweep").with_suffix(".png")
+    return Path(args.output).with_suffix(".png")
 
 
 def show(results: dict) -> None:
@@ -147,6 +148,6 @@ def main() -> None:
     results["selected"] = selected
     show(results)
     write_results(args.output, results)
-    if args.sweep:
+    if args.sweep and args.output:
         draw_sweep(results, figure_of(args))
         print_lines(f"figure: {figure_of(args)}")

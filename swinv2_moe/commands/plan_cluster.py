@@ -64,17 +64,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
     )
-    parser.add_setting("--output", "plan.png", "the figure", "PNG")
+    parser.add_argument("--output", metavar="PNG", help="also draw a figure, into this file")
     args = parser.parse_args()
     for name in ("nodes", "gpus_per_node", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    if not Path(args.output).suffix and not os.path.isdir(args.output):
-        args.output += ".png"
-    elif Path(args.output).suffix != ".png":
-        raise UserError(f"--output {args.output}: must be a file that ends in .png")
-    check_output_file(args.output)
+    if args.output is not None:
+        if not Path(args.output).suffix and not os.path.isdir(args.output):
+            args.output += ".png"
+        elif Path(args.output).suffix != ".png":
+            raise UserError(f"--output {args.output}: must be a file that ends in .png")
+        check_output_file(args.output)
     if args.run and (args.batch_size or args.opts):
         raise UserError(
             "--run takes the configuration of the run: leave out --batch-size and --opts"
@@ -204,12 +205,14 @@ def plan_steps(
         f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node,"
         f" {batch_size} images {where}"
     )
-    cluster.draw(plan, user_gpus, title, Path(args.output))
+    if args.output is not None:
+        cluster.draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)")
     console.print(table_of(plan, machine, user_gpus))
     for note in notes:
         console.print(note)
-    console.print(f"figure: {args.output}")
+    if args.output is not None:
+        console.print(f"figure: {args.output}")
 
 
 def main() -> None:

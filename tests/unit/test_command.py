@@ -99,6 +99,7 @@ def test_the_figure_of_a_plan_gets_an_ending(tmp_path, monkeypatch):
     words = ["run", *NEEDED["plan_cluster"], "--output"]
     args = parse("plan_cluster", *words, f"{tmp_path}/plan", monkeypatch=monkeypatch)
     assert args.output == f"{tmp_path}/plan.png"
+    assert parse("plan_cluster", *words[:-1], monkeypatch=monkeypatch).output is None  # no figure
     with pytest.raises(UserError, match=r"plan\.pdf: must be a file that ends in \.png"):
         parse("plan_cluster", *words, f"{tmp_path}/plan.pdf", monkeypatch=monkeypatch)
 
