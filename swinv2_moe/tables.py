@@ -224,11 +224,12 @@ def in_words(seconds: float) -> str:
 
 
 def block_place(layer: str) -> str:
-    """The stage and block of an MoE layer, counted from 1 as in papers.
+    """The stage and block of an MoE layer, counted from 0 as in MODEL.MOE.BLOCKS and in the names
+    of parameters.
 
-    "layers.2.blocks.1.mlp.moe" -> "stage 3, block 2"; "blocks.1.mlp.moe" -> "block 2".
+    "layers.2.blocks.1.mlp.moe" -> "stage 2, block 1"; "blocks.1.mlp.moe" -> "block 1".
     """
-    numbers = [int(part) + 1 for part in layer.split(".") if part.isdecimal()]
+    numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
     if len(numbers) == 2:
         stage, block = numbers
         return f"stage {stage}, block {block}"

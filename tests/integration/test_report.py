@@ -19,7 +19,7 @@ BROWSER = (
 PANELS = ["Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput"]
 PANELS += ["Waiting for data", "Memory"]
 EXPERT_PANELS = ["Auxiliary loss", "Dropped tokens", "Routing entropy"]
-LAYERS = ["stage 2, block 1", "stage 3, block 1"]
+LAYERS = ["stage 1, block 0", "stage 2, block 0"]
 # Both pages as frames, each of a width of its own; what they look like ends up in the document
 PROBE = """<body><script>
 const frames = %s.map(([page, width]) => { const frame = document.createElement("iframe");

@@ -196,7 +196,7 @@ def test_what_a_picture_shows(write):
         "64 images/s",
         "1.0% of the choices dropped",
         "10% waiting for data",
-        "stage 1, block 1 ·▄▄▄▄▄▄█ 0.0-2.0   stage 2, block 1 ·▄▄▄▄▄▄█ 0.0-2.0",
+        "stage 0, block 0 ·▄▄▄▄▄▄█ 0.0-2.0   stage 1, block 0 ·▄▄▄▄▄▄█ 0.0-2.0",
     ):
         assert words in text
 
@@ -205,7 +205,7 @@ def test_layers_and_experts_without_room(write):
     run = read(write(start(), logged(5, layers=40, experts=90)))
     text = drawn(run)
     assert "and 35 more layers" in text
-    assert "stage 1, block 1  ▂▄" in text  # means of two experts
+    assert "stage 0, block 0  ▂▄" in text  # means of two experts
 
 
 def test_a_run_ended_by_max_steps(write, tmp_path):

