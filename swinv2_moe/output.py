@@ -7,7 +7,9 @@ terminal, marks that reverse the reading direction, or the credentials of a URI.
 import csv
 import io
 import re
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -19,6 +21,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")
+_COMMAND = re.compile(r"(swinv2-moe|swinv2_moe|torchrun|python) \S")
 _JOINERS = "\u200c\u200d"  # inside words of Persian and of Indian languages, and in emoji
 
 
@@ -60,9 +63,21 @@ def _without_users(word: re.Match) -> str:
     return _USER.sub(r"\1***@", head + at) + tail
 
 
+def between_words(line: str, width: int) -> str:
+    """The line with line ends between words, where a terminal of `width` columns would end it
+    inside one. A line with a command stays as it is, so that it can be copied."""
+    if len(line) <= width or _COMMAND.search(line):
+        return line
+    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+
+
 def print_lines(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
-    """Print each of `lines` as one line on stdout, or on `file`."""
-    print(*map(printable, lines), sep="\n", file=file or sys.stdout, flush=flush)
+    """Print each of `lines` on stdout, or on `file`: in one line, on a terminal `between_words`."""
+    file, texts = file or sys.stdout, [printable(line) for line in lines]
+    if file.isatty():
+        width = shutil.get_terminal_size().columns
+        texts = [between_words(text, width) for text in texts]
+    print(*texts, sep="\n", file=file, flush=flush)
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:

@@ -14,13 +14,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from swinv2_moe.output import printable
+from swinv2_moe.output import between_words, printable
 
 _WIDTH_OF_FILES = 100_000  # longer than any row of a table
 
 
 class Console(rich.console.Console):
-    """rich's console without markup and highlighting. `print` writes each string as one line.
+    """rich's console without markup and highlighting. `print` writes each string as one line, on a
+    terminal `between_words`.
 
     What it shows has passed `printable`, whatever the table or progress bar that contains it. Into
     a file or a pipe, `soft_wrap` also writes each row of a table as one line.
@@ -33,7 +34,10 @@ class Console(rich.console.Console):
 
     def print(self, *objects: RenderableType | Path, **options) -> None:
         if objects and all(isinstance(item, str | Path) for item in objects):
-            objects = tuple(map(printable, objects))
+            texts = list(map(printable, objects))
+            if self.is_terminal:
+                texts = [between_words(text, self.width) for text in texts]
+            objects = tuple(texts)
             options = {"soft_wrap": True, "sep": "\n"} | options
         super().print(*objects, **options)
 

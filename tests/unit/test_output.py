@@ -53,6 +53,37 @@ def test_every_exit_escapes_names(name, capsys):
     assert all(char.isprintable() or char in "\n\u200d\xa0\u3000" for char in text)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+LINE = "warning: accuracies until now were measured otherwise"
+IN_20_COLUMNS = "warning: accuracies\nuntil now were\nmeasured otherwise\n"
+PASTED = "to continue: swinv2-moe train output/mine"
+
+
+def printed(line, file):
+    print_lines(line, file=file)
+    return file.getvalue()
+
+
+def test_terminals_break_lines_between_words(monkeypatch):
+    """Files and pipes get one line. A command stays in one line, so that it can be copied, and a
+    path in one word."""
+    monkeypatch.setenv("COLUMNS", "20")
+    for line, shown in (
+        (LINE, IN_20_COLUMNS),
+        (PASTED, f"{PASTED}\n"),
+        ("a" * 30, "a" * 30 + "\n"),
+    ):
+        assert printed(line, Terminal()) == shown
+        assert printed(line, io.StringIO()) == f"{line}\n"
+        console = Console(file=io.StringIO(), force_terminal=True, width=20)
+        console.print(line)
+        assert console.file.getvalue() == shown
+
+
 def test_cells_of_csv_are_no_formulas():
     rows = [["=1+1", "+a", "-a", "@a", "-1.5", "+2e-3", -1.5, None, "\t=1", 'a,"b', CLIPBOARD]]
     assert csv_text(rows) == (
