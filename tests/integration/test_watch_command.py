@@ -48,6 +48,7 @@ def test_following_a_run(finished, watch, terminal, tmp_path, monkeypatch):
     run.mkdir()
     (run / "config.yaml").write_text((finished / "config.yaml").read_text())
     (run / "metrics.jsonl").touch()
+    (run / ".lock").touch()  # of a run that has not ended
     lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     waits = []
 
@@ -74,6 +75,7 @@ def test_ctrl_c_leaves_a_picture(finished, watch, terminal, tmp_path, monkeypatc
     run.mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
         (run / name).write_text((finished / name).read_text())
+    (run / ".lock").touch()
 
     def interrupt(seconds):
         raise KeyboardInterrupt
@@ -102,6 +104,7 @@ def test_a_resumed_run_that_stopped_before_its_first_step(
     """Its lines have gone, because it was to repeat all steps."""
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).write_text((finished / name).read_text())
+    (tmp_path / ".lock").touch()
 
     def stop(seconds):
         (tmp_path / "metrics.jsonl").write_text("")
