@@ -40,12 +40,7 @@ class MoEConfig:
         least=1,
         is_key=False,
     )
-    top_k: int = option(
-        1,
-        "experts per token",
-        least=1,
-        affects="accuracy",
-    )
+    top_k: int = option(1, "experts per token", least=1, affects="accuracy")
     capacity_factor: float = option(
         1.25,
         "limit of the tokens of an expert, in units of its even share; 0: dropless; negative:"

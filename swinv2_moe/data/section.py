@@ -134,11 +134,7 @@ class DataConfig:
         affects="accuracy",
     )
     train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
-    val_list: str = option(
-        "",
-        "`list`: as `TRAIN_LIST`, for validation",
-        affects="accuracy",
-    )
+    val_list: str = option("", "`list`: as `TRAIN_LIST`, for validation", affects="accuracy")
     val_split: float = option(
         0.0,
         "`folder`, `imagenet`: share of each class of `train/` that is held out for"
@@ -161,12 +157,7 @@ class DataConfig:
         " once",
         affects="",
     )
-    batch_size: int = option(
-        128,
-        "images per rank per forward pass",
-        least=1,
-        affects="rate",
-    )
+    batch_size: int = option(128, "images per rank per forward pass", least=1, affects="rate")
     global_batch_size: int = option(
         0,
         "images per step over all ranks; 0: `DATA.BATCH_SIZE` per rank",
@@ -203,12 +194,7 @@ class DataConfig:
         " is ImageNet's",
         affects="accuracy",
     )
-    num_workers: int = option(
-        2,
-        "loader processes per rank",
-        least=0,
-        affects="",
-    )
+    num_workers: int = option(2, "loader processes per rank", least=0, affects="")
     max_bad_share: float = option(
         0.01,
         "the run stops when a larger share of the images is unreadable",

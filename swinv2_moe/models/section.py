@@ -187,12 +187,7 @@ class VitConfig(Trunk):
     patch_size: int = option(16, "side of a patch, pixels; divides `DATA.IMG_SIZE`", least=1)
     embed_dim: int = option(192, "channels of a token; divisible by `num_heads`", least=1)
     depth: int = option(12, "number of blocks", least=1)
-    num_heads: int = option(
-        3,
-        "attention heads of a block",
-        least=1,
-        affects="accuracy",
-    )
+    num_heads: int = option(3, "attention heads of a block", least=1, affects="accuracy")
     global_pool: str = option(
         "token",
         "what the classifier reads: `token`, the class token, or `avg`, the mean of the patches",

@@ -11,11 +11,7 @@ from swinv2_moe.data.section import AugmentConfig
 class RunConfig:
     """Keys without a group."""
 
-    output: str = option(
-        "output",
-        "run directory; `--output` sets it",
-        affects="",
-    )
+    output: str = option("output", "run directory; `--output` sets it", affects="")
     seed: int = option(
         0,
         "seed of initial weights, data order and augmentation",
@@ -83,12 +79,7 @@ class CheckpointConfig:
         least=0,
         affects="",
     )
-    keep_last: int = option(
-        2,
-        "checkpoints to keep besides the best",
-        least=1,
-        affects="",
-    )
+    keep_last: int = option(2, "checkpoints to keep besides the best", least=1, affects="")
     experts: int = option(
         0,
         "number of experts of each layer that one save writes, in turn; 0: all. The best, the last"
@@ -240,11 +231,7 @@ class TrainConfig:
         " host: one process, one GPU, AdamW",
         affects="",
     )
-    use_checkpoint: bool = option(
-        False,
-        "recompute activations in the backward pass",
-        affects="",
-    )
+    use_checkpoint: bool = option(False, "recompute activations in the backward pass", affects="")
     shard_trunk: bool = option(
         False,
         "shard the shared parameters, their gradients and moments over the ranks (FSDP2)",
