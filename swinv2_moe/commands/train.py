@@ -122,8 +122,9 @@ def main() -> None:
     parser.add_argument(
         "--check-files",
         action="store_true",
-        help="before the first step, read every image and list those that cannot be read; takes as"
-        " long as reading the images of an epoch",
+        help="before the first step, read every image and list those that cannot be read, and"
+        " copies with another label or in both splits; takes as long as reading the images of an"
+        " epoch, twice",
     )
     args = parser.parse_args()
     choice = None

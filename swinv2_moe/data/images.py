@@ -4,6 +4,7 @@ The header is checked before pixels are decoded. Decoded images are upright: the
 according to their EXIF orientation.
 """
 
+import errno
 import io
 import math
 import os
@@ -97,6 +98,14 @@ _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
 WHOLE_NUMBER = re.compile("[0-9]{1,18}")  # the name of a class
 MAX_PIXELS = 120_000_000  # limit of an image
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether reading failed for lack of memory or of file descriptors: the file may be intact."""
+    if isinstance(error, OSError):
+        return error.errno in _LACKS
+    return isinstance(error, MemoryError)
 
 
 def read_file(path: str | os.PathLike) -> bytes:

@@ -139,7 +139,7 @@ class DataConfig:
         0.0,
         "`folder`, `imagenet`: share of each class of `train/` that is held out for"
         " validation where there is no `val/`; by the files' names, so the same for every"
-        " `SEED`",
+        " `SEED`; files with equal bytes stay on one side",
         least=0,
         most=0.9,
         affects="accuracy",

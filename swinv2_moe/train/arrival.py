@@ -5,7 +5,7 @@ of each node copies, in a thread. With several nodes, one node reads a shard fro
 sends it to the others. The order of the images does not change: reading an image waits until its
 shard has arrived. The shards are copied in the order of their first use.
 
-`train --check-files`: every image is read before the first step.
+`train --check-files`: every image is read before the first step, and copies are listed.
 """
 
 import contextlib
@@ -24,12 +24,14 @@ import torch.distributed as dist
 from moe_core.parallel import Ranks
 from swinv2_moe.data import Sources
 from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_recorded_order
+from swinv2_moe.data.copies import contradictions, digest, first_equal
 from swinv2_moe.data.datasets import UnreadableImages
+from swinv2_moe.data.images import is_of_the_machine
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
-from swinv2_moe.data.sources import load_sources
+from swinv2_moe.data.sources import Source, load_sources
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json
 from swinv2_moe.tables import Bar, Console
@@ -254,22 +256,36 @@ def _copy(stager: Stager, files: list[ShardFile], failed: str) -> None:
 
 
 def check_files(config: DataConfig, data: Data, world: World) -> None:
-    """Print one line for each image that cannot be read. Collective.
+    """Print one line for each image that cannot be read, and for each copy of another image that is
+    in both splits or has another label. Collective.
 
-    The ranks share the work. It takes as long as reading the images of an epoch.
+    The ranks share the work. It takes as long as reading the images of an epoch, twice.
 
     Raises:
         UserError: more than DATA.MAX_BAD_SHARE of the images cannot be read.
     """
     console = Console(quiet=not world.is_main)
+    sources = {"training": data.train_loader.dataset.source}
+    sources["validation"] = data.val_loader.dataset.source
     unreadable = []
-    for name, loader in (("training", data.train_loader), ("validation", data.val_loader)):
-        loader = evaluation_loader(config, loader.dataset.source, world.rank, world.size)
+    digests = []
+    for name, source in sources.items():
+        loader = evaluation_loader(config, source, world.rank, world.size)
         title = f"checking {name} images"
         with Bar(console, title, len(loader), visible=world.is_main) as bar:
             for batch in loader:
                 unreadable += batch.unreadable
                 bar.advance("")
+        rows = range(world.rank, len(source), world.size)
+        own = np.zeros(len(rows), np.uint64)
+        with Bar(console, f"comparing {name} images", len(rows), visible=world.is_main) as bar:
+            for i, row in enumerate(rows):
+                own[i] = _digest(source, row)
+                bar.advance("")
+        digests.append(np.empty(len(source), np.uint64))
+        for rank, part in enumerate(world.gather(own)):
+            digests[-1][rank :: world.size] = part
+    _print_copies(console, list(sources.values()), np.concatenate(digests))
     # padding repeats images
     paths = dict.fromkeys(path for paths in world.gather(unreadable) for path in paths)
     if not paths:
@@ -279,3 +295,37 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     for path in paths:
         console.print(f"  {path}")
     UnreadableImages(size, config.max_bad_share).add(paths)
+
+
+def _digest(source: Source, row: int) -> int:
+    """A checksum of an image's content; 0 if it cannot be read."""
+    try:
+        return digest(source.read(row))
+    except Exception as error:  # a source of another program may raise any type
+        if is_of_the_machine(error):
+            raise
+        return 0
+
+
+def _print_copies(console: Console, sources: Sequence[Source], digests: np.ndarray) -> None:
+    """Print the images whose label or split contradicts that of a copy, one a line.
+
+    Args:
+        sources: training and validation.
+        digests: checksums of their images [N].
+    """
+    train, val = sources
+    targets = np.concatenate([train.targets, val.targets])
+    first = first_equal(digests)
+    rows = contradictions(first, targets, len(train)).tolist()
+    if not rows:
+        return
+
+    def name(row: int) -> str:
+        if row < len(train):
+            return train.name(row)
+        return val.name(row - len(train))
+
+    console.print(f"{len(rows):,} copies (equal bytes) in both splits, or with another label:")
+    for row in rows:
+        console.print(f"  {name(row)} = {name(int(first[row]))}")

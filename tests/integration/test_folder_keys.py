@@ -1,5 +1,5 @@
-"""--check-files and DATA.VAL_SPLIT: unreadable images are listed before the first step, and
-images are held out for validation, in a run and in its evaluation."""
+"""--check-files and DATA.VAL_SPLIT: unreadable images and copies are listed before the first step,
+and images are held out for validation, in a run and in its evaluation."""
 
 import shutil
 
@@ -49,14 +49,24 @@ def test_nothing_is_said_where_all_can_be_read(train_command, make_photographs, 
     finished = train_command(*words, "--opts", *keys)
     assert (finished.status, finished.err) == (0, "")
     assert "cannot be read" not in finished.out
+    assert "copies" not in finished.out
 
 
 def test_ranks_share_the_check(start_ranks, arguments):
-    _, words = arguments
+    data, words = arguments
+    shutil.copy(data / "train/blue/03.jpg", data / "val/blue/07.jpg")
+    shutil.copy(data / "train/blue/04.jpg", data / "train/red/23.jpg")
     outcomes = start_ranks(2, "tools/train.py", *words, "DATA.MAX_BAD_SHARE", "0.2")
     assert [outcome.status for outcome in outcomes] == [0, 0]
     assert "warning: 3 of 64 images cannot be read:" in outcomes[0].out
+    copies = [
+        "2 copies (equal bytes) in both splits, or with another label:",
+        f"  {data}/train/red/23.jpg = {data}/train/blue/04.jpg",
+        f"  {data}/val/blue/07.jpg = {data}/train/blue/03.jpg",
+    ]
+    assert "\n".join(copies) in outcomes[0].out
     assert "cannot be read:" not in outcomes[1].out
+    assert "copies" not in outcomes[1].out
 
 
 @pytest.fixture

@@ -13,9 +13,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from swinv2_moe.data.copies import copies_note, first_copies
 from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
+
+_MAX_COMPARED = 100_000  # images: reading those of equal sizes takes seconds
 
 
 class Source(Protocol):
@@ -155,6 +158,21 @@ def relabelled(source: Source, labels: Sequence[int]) -> Source:
     if np.array_equal(new_targets, np.arange(len(labels))):
         return source
     return Subset(source, np.flatnonzero(new_targets[source.targets] >= 0), new_targets)
+
+
+def copies_of_files(train: ImageFiles, val: ImageFiles) -> list[str]:
+    """A warning about copies between training and validation, or about images with several labels;
+    [] if there are none, or too many images to compare them now."""
+    split = len(train)
+    targets = np.concatenate([train.targets, val.targets])
+    if not split or len(targets) > _MAX_COMPARED:
+        return []
+
+    def path(row: int) -> str:
+        return train.path(row) if row < split else val.path(row - split)
+
+    first = first_copies(len(targets), path)
+    return copies_note(first, targets, split, lambda row: printable(path(row)))
 
 
 def check_directory(key: str, path: str) -> None:

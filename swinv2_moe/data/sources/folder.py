@@ -6,10 +6,12 @@ N images
 import glob
 import hashlib
 import os
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
+from swinv2_moe.data.copies import copies_note, first_copies
 from swinv2_moe.data.images import (
     SUFFIXES,
     find_images,
@@ -23,6 +25,7 @@ from swinv2_moe.data.sources.base import (
     Sources,
     check_directory,
     content_of,
+    copies_of_files,
 )
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
@@ -57,11 +60,15 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
     if val is None:
         classes = _classes(train)
         images, notes = _image_files(train, classes)
-        parts = _split(images, classes, config.val_split)
-        notes.append(
-            f"DATA.VAL_SPLIT {config.val_split:g}: {len(parts[1]):,} of the {len(images):,} images"
-            f" of {printable(train)} are held out for validation"
-        )
+        first = first_copies(len(images), images.path)
+        parts = _split(images, classes, config.val_split, first)
+        held_out = f"{len(parts[1]):,} of the {len(images):,} images of {printable(train)}"
+        note = f"DATA.VAL_SPLIT {config.val_split:g}: {held_out} are held out for validation"
+        num_copies = len(images) - len(np.unique(first))
+        if num_copies:
+            note += f"; {num_copies:,} are copies (equal bytes), on the side of their original"
+        notes.append(note)
+        notes += copies_note(first, images.targets, len(images), images.name)
         return Sources(*parts, _printable_names(classes), tuple(notes))
     classes = _classes(val)
     name = os.path.basename(val)
@@ -71,6 +78,7 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         _check_same_classes(root, name, _classes(train), classes)
         images, notes = _image_files(train, classes, val)
     val_images, val_notes = _image_files(val, classes, train)
+    notes += copies_of_files(images, val_images)
     if val == root:
         notes.append(
             f"{printable(root)} has no val/ folder: all images of its class folders are used, also"
@@ -178,37 +186,72 @@ def _validation_folder(root: str, val_split: float) -> str | None:
     return None
 
 
-def _split(images: ImageFiles, classes: list[str], share: float) -> tuple[ImageFiles, ImageFiles]:
+def _split(
+    images: ImageFiles, classes: list[str], share: float, first: np.ndarray | None = None
+) -> tuple[ImageFiles, ImageFiles]:
     """Split off a share of each class, at least one image. Returns the remaining images and that
-    share.
+    share. Copies, also those in other classes, stay on the side of their original.
 
-    The choice depends only on the images' names, not on SEED. So every run with the same share is
-    validated on the same images. If a model is fine-tuned from another one, neither has been
-    trained on them.
+    The choice depends only on the images' names and on which are copies, not on SEED. So every run
+    with the same share is validated on the same images. If a model is fine-tuned from another one,
+    neither has been trained on them.
+
+    Args:
+        first: as of `first_copies` [N]; None: it is found now.
 
     Raises:
-        UserError: a class has a single image.
+        UserError: a class cannot be split, since it has a single image.
     """
-    counts = np.bincount(images.targets)
-    if counts.min() < 2:
-        single = [classes[label] for label in np.flatnonzero(counts < 2)]
+    if first is None:
+        first = first_copies(len(images), images.path)
+    groups = _by_digest_of_name(images.paths, first)
+    labels = images.targets.tolist()
+    counts = np.bincount(images.targets, minlength=len(classes))
+    missing = np.rint(share * counts).astype(int).clip(1, counts - 1).tolist()
+    remaining = counts.tolist()
+    is_held_out = np.zeros(len(images), bool)
+
+    def hold_out(group: list[int], needed: Counter) -> None:
+        is_held_out[group] = True
+        for label, count in needed.items():
+            missing[label] -= count
+            remaining[label] -= count
+
+    for group in groups:
+        needed = Counter(labels[row] for row in group)
+        if all(count <= missing[label] for label, count in needed.items()):
+            hold_out(group, needed)
+    single = []
+    for label in np.setdiff1d(images.targets, images.targets[is_held_out]).tolist():
+        for group in sorted(groups, key=len):  # the smallest one is larger than the share
+            needed = Counter(labels[row] for row in group)
+            if needed[label] and all(needed[other] < remaining[other] for other in needed):
+                hold_out(group, needed)
+                break
+        else:
+            single.append(classes[label])
+    if single:
         raise UserError(
             f"DATA.VAL_SPLIT is {share:g}: {len(single)} of {len(classes)} class folders of"
-            f" {images.root} hold a single image: {shortened(single)}"
+            f" {images.root} hold a single image (copies do not count): {shortened(single)}"
         )
-    is_held_out = np.zeros(len(images), bool)
-    start = 0
-    for count in counts.tolist():
-        paths = images.paths[start : start + count].tolist()
-        digests = [hashlib.sha256(path).digest() for path in paths]
-        order = sorted(range(count), key=digests.__getitem__)
-        num_held_out = min(max(1, round(share * count)), count - 1)
-        is_held_out[start : start + count][order[:num_held_out]] = True
-        start += count
     parts = []
     for rows in (~is_held_out, is_held_out):
         parts.append(replace(images, paths=images.paths[rows], targets=images.targets[rows]))
     return parts[0], parts[1]
+
+
+def _by_digest_of_name(paths: np.ndarray, first: np.ndarray) -> list[list[int]]:
+    """Groups of copies, ordered by the least SHA-256 of a group's names."""
+    digests = [hashlib.sha256(path).digest()[:8] for path in paths.tolist()]
+    keys = np.frombuffer(b"".join(digests), ">u8")  # [N]
+    least = np.full(len(keys), np.iinfo(np.uint64).max, np.uint64)
+    np.minimum.at(least, first, keys.astype(np.uint64))
+    order = np.lexsort((first, least[first]))
+    ends = np.flatnonzero(np.diff(first[order])) + 1
+    starts = [0, *ends.tolist()]
+    rows = order.tolist()
+    return [rows[start:end] for start, end in zip(starts, [*ends.tolist(), len(rows)], strict=True)]
 
 
 def _classes(split: str) -> list[str]:

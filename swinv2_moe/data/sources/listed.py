@@ -22,7 +22,7 @@ import numpy as np
 
 from moe_core.files import open_regular
 from swinv2_moe.data.section import DataConfig, register_dataset
-from swinv2_moe.data.sources.base import ImageFiles, Sources
+from swinv2_moe.data.sources.base import ImageFiles, Sources, copies_of_files
 from swinv2_moe.errors import UserError, short, shortened
 
 _JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")
@@ -51,7 +51,8 @@ def listed(config: DataConfig) -> Sources:
     if not num_classes:
         num_classes = _count_classes(config.train_list, train.targets)
     val = _image_files("DATA.VAL_LIST", config.val_list, num_classes, config)
-    return Sources(train, val, [str(label) for label in range(num_classes)])
+    names = [str(label) for label in range(num_classes)]
+    return Sources(train, val, names, tuple(copies_of_files(train, val)))
 
 
 def _image_files(key: str, file: str, num_classes: int, config: DataConfig) -> ImageFiles:
