@@ -26,9 +26,10 @@ FORMATS = ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM"]
 SUFFIXES = ".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp .gif .jfif .jpe .apng .dib .pbm .pnm"
 SUFFIXES += " .avif .heic .heif .arw .cr2 .cr3 .dcm .dng .exr .hdr .ico .j2k .jp2 .jpx .jxl .nef"
 SUFFIXES += " .orf .pcx .pfm .psd .raf .rw2 .svg .tga .xcf"
-# folders that systems make beside a user's files
-SYSTEM_FOLDERS = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found"]
-SYSTEM_FOLDERS += ["System Volume Information"]
+# folders that systems make beside a user's files, in small letters
+SYSTEM_FOLDERS = ["__macosx", "@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@__thumb"]
+SYSTEM_FOLDERS += ["@recently-snapshot", "$recycle.bin", "recycler", "found.000"]
+SYSTEM_FOLDERS += ["system volume information", "lost+found", "__pycache__"]
 MAX_PIXELS = 120_000_000
 MAX_RATIO = 32  # longer pictures are shortened before they are resized
 # tags of a TIFF: BitsPerSample, Photometric, SampleFormat, MinSampleValue and others of its values
@@ -162,7 +163,7 @@ def files_below(folder: Path) -> Iterator[Path]:
             continue
         visited.add(real_path)
         for path in sorted(directory.iterdir()):
-            if path.name.startswith(".") or path.name in SYSTEM_FOLDERS:
+            if path.name.startswith(".") or path.name.lower() in SYSTEM_FOLDERS:
                 continue
             if not path.is_dir():
                 yield path

@@ -83,9 +83,11 @@ _TURNS = {
 # Pillow's names of the metadata that may hold an orientation.
 _METADATA = ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif")
 _TILE_SIZE = (322, 323)  # tags of the width and length of a TIFF's tiles
-# Folders that systems make beside a user's files: macOS, Synology, Windows, Linux.
-_SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "lost+found"}
-_SYSTEM_FOLDERS.add("System Volume Information")
+# Folders that systems make beside a user's files, in small letters: macOS, Synology, QNAP, Windows,
+# Linux, Python.
+_SYSTEM_FOLDERS = {"__macosx", "@eadir", "@tmp", "#recycle", "#snapshot", "@recycle", "@__thumb"}
+_SYSTEM_FOLDERS |= {"@recently-snapshot", "$recycle.bin", "recycler", "found.000"}
+_SYSTEM_FOLDERS |= {"system volume information", "lost+found", "__pycache__"}
 # Tags of a TIFF about its values.
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _MIN_SAMPLE_VALUE, _MAX_SAMPLE_VALUE = 280, 281
@@ -302,7 +304,7 @@ class FoundImages(NamedTuple):
 def is_skipped(name: str) -> bool:
     """Whether a file or folder is hidden, such as macOS's `._x.jpg` and `.ipynb_checkpoints`, or a
     system's own, such as Synology's `@eaDir` of thumbnails."""
-    return name.startswith(".") or name in _SYSTEM_FOLDERS
+    return name.startswith(".") or name.lower() in _SYSTEM_FOLDERS
 
 
 def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages:

@@ -35,6 +35,10 @@ VALIDATION_FOLDERS = ("val", "validation", "valid", "test")
 _OTHER_NAMES = dict.fromkeys(("train", "training", "training_set", "train_set"), "train")
 _OTHER_NAMES |= dict.fromkeys((*VALIDATION_FOLDERS, "validation_set", "val_set"), "val")
 _OTHER_NAMES |= dict.fromkeys(("testing", "testing_set", "test_set"), "val")
+# What often lies beside class folders, in small letters: images for other uses, and no images
+_NO_TRAINING = {"dev", "eval", "evaluation", "holdout", "test1", "test_images", "val_images"}
+_NO_CLASSES = {"label", "labels", "annotation", "annotations", "ground_truth", "groundtruth"}
+_NO_CLASSES |= {"metadata", "unlabeled", "unlabelled", "predictions"}
 
 
 @register_dataset("folder")
@@ -58,7 +62,9 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
     root = config.path
     train, val = _split_folders(config, hint)
     if val is None:
-        classes = _classes(train)
+        classes = _classes(train, root)
+        if not config.validation_only:
+            _check_are_classes(train, classes)
         images, notes = _image_files(train, classes)
         first = first_copies(len(images), images.path)
         parts = _split(images, classes, config.val_split, first)
@@ -70,12 +76,13 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         notes.append(note)
         notes += copies_note(first, images.targets, len(images), images.name)
         return Sources(*parts, _printable_names(classes), tuple(notes))
-    classes = _classes(val)
+    classes = _classes(val, root)
     name = os.path.basename(val)
     if config.validation_only:
         images, notes = ImageFiles(root, np.empty(0, "S1"), np.empty(0, np.int64)), []
     else:
         _check_same_classes(root, name, _classes(train), classes)
+        _check_are_classes(train, classes)
         images, notes = _image_files(train, classes, val)
     val_images, val_notes = _image_files(val, classes, train)
     notes += copies_of_files(images, val_images)
@@ -118,12 +125,13 @@ def _split_folders(config: DataConfig, hint: str) -> tuple[str, str | None]:
     missing = []
     if not has_train:
         missing.append("train/")
+        is_flat = len(subfolders(root)) > 1
     if name is None and not config.val_split:
         missing.append("val/")
     names = " and no ".join(missing)
     raise UserError(
         f"DATA.PATH is {root!r}: it has no {names} folder; found:"
-        f" {content_of(root)}{_next_step(root, has_train, is_flat)}{hint}"
+        f" {content_of(root)}{_next_step(root, has_train, is_flat, name)}{hint}"
     )
 
 
@@ -132,7 +140,7 @@ def _check_names(root: str, has_train: bool, validation: str | None) -> None:
     another name, such as Training/."""
     names: dict[str, str] = {}  # by the names that they should have
     for name in subfolders(root):
-        meant = _OTHER_NAMES.get(name.lower().replace("-", "_").replace(" ", "_"))
+        meant = _OTHER_NAMES.get(_small(name))
         is_right = name in ("train", *VALIDATION_FOLDERS)
         if meant and not is_right and subfolders(os.path.join(root, name)):
             names.setdefault(meant, name)
@@ -143,15 +151,36 @@ def _check_names(root: str, has_train: bool, validation: str | None) -> None:
     if names and (has_train or "train" in names):
         renamed = [f"{printable(name)}/ to {meant}/" for meant, name in names.items()]
         raise UserError(f"DATA.PATH is {root!r}: rename {' and '.join(renamed)}")
+    if has_train or validation is not None:
+        return
+    for name in subfolders(root):
+        is_other = _OTHER_NAMES.get(_small(name)) == "val" or _small(name) in _NO_TRAINING
+        if is_other and name != "test":
+            raise UserError(
+                f"DATA.PATH is {root!r}: {printable(name)}/ lies beside class folders; if its"
+                " images are for validation, move the class folders into train/ and rename it to"
+                f" val/, if it is a class, rename it, for example to {printable(name)}_class/"
+            )
 
 
-def _next_step(root: str, has_train: bool, is_flat: bool) -> str:
+def _small(name: str) -> str:
+    return name.lower().replace("-", "_").replace(" ", "_")
+
+
+def _next_step(root: str, has_train: bool, is_flat: bool, validation: str | None) -> str:
     """What to do if train/ or the validation images are missing, for the end of a message."""
-    parent, name = os.path.split(os.path.abspath(root))
-    if name in ("train", *VALIDATION_FOLDERS) and os.path.isdir(os.path.join(parent, "train")):
+    parent, own_name = os.path.split(os.path.abspath(root))
+    is_split = own_name in ("train", *VALIDATION_FOLDERS)
+    if is_split and os.path.isdir(os.path.join(parent, "train")):
         return f"; DATA.PATH {parent} is the folder above, with train/ in it"
     if has_train:
         return "; DATA.VAL_SPLIT 0.1 would hold out a tenth of train/"
+    if is_flat and validation is not None:
+        step = "; move the class folders into train/"
+        if validation == "test":
+            step += ", or set DATA.VAL_SPLIT 0.2: it holds out a fifth of their images, test/ is"
+            step += " left out"
+        return step
     if is_flat:
         return (
             "; if these are the classes, DATA.VAL_SPLIT 0.1 would train on nine tenths of their"
@@ -179,9 +208,12 @@ def _validation_folder(root: str, val_split: float) -> str | None:
         if not val_split:
             return name
         if name != "test":
+            hint = ""
+            if not os.path.isdir(os.path.join(root, "train")):
+                hint = "; move the class folders into train/"
             raise UserError(
                 f"DATA.VAL_SPLIT is {val_split:g}: it must be 0, since DATA.PATH {root!r} has"
-                f" validation images in {name}/"
+                f" validation images in {name}/{hint}"
             )
     return None
 
@@ -254,10 +286,16 @@ def _by_digest_of_name(paths: np.ndarray, first: np.ndarray) -> list[list[int]]:
     return [rows[start:end] for start, end in zip(starts, [*ends.tolist(), len(rows)], strict=True)]
 
 
-def _classes(split: str) -> list[str]:
-    """The names of the class folders in the order of `subfolders`."""
+def _classes(split: str, root: str = "") -> list[str]:
+    """The names of the class folders, in the order of `subfolders`.
+
+    Args:
+        root: DATA.PATH. If it holds the class folders itself, its folder test/ is none of them.
+    """
     check_directory("DATA.PATH", split)
     classes = subfolders(split)
+    if split == root and "test" in classes:
+        classes.remove("test")
     if classes:
         return classes
     hint = ""
@@ -266,6 +304,15 @@ def _classes(split: str) -> list[str]:
     elif find_images(split).decoded:
         hint = "; move the images of each class into a folder with its name"
     raise UserError(f"{split} has no class folder in it, only: {content_of(split)}{hint}")
+
+
+def _check_are_classes(split: str, classes: list[str]) -> None:
+    for name in classes:
+        if _small(name) in _NO_CLASSES:
+            raise UserError(
+                f"{split}: {printable(name)}/ lies where each folder is a class; move it elsewhere,"
+                f" or rename it if it is a class, for example to {printable(name)}_class/"
+            )
 
 
 def _check_same_classes(root: str, name: str, train: list[str], val: list[str]) -> None:
@@ -297,6 +344,10 @@ def _image_files(
     prefix = os.path.join(split, "")
     own_folders = _real_folders(split, classes)
     apart = frozenset(own_folders) | frozenset(_real_folders(other_split, classes))
+    test = os.path.join(split, "test")
+    not_a_class = os.path.isdir(test) and "test" not in classes
+    if not_a_class:
+        apart |= {os.path.realpath(test)}
     # One array for each class, because a list of millions of strings would take gigabytes.
     paths = []
     left_out = []
@@ -310,6 +361,11 @@ def _image_files(
         left_out += found.left_out
     notes = []
     hint = ""
+    if not_a_class:
+        notes.append(
+            f"warning: {printable(split)}/test is left out: beside class folders it is not taken"
+            " for a class; if it is one, rename it, for example to test_class/"
+        )
     if left_out:
         notes.append(f"warning: {left_out_line(left_out)}")
         hint = f"; {left_out_line(left_out)}"

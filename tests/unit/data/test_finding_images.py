@@ -47,7 +47,13 @@ def test_the_example_has_the_same_endings(classify):
 
 def test_what_systems_leave_behind_is_no_image(load, root, classify):
     before = load()
-    extra = ["train/.ipynb_checkpoints", "train/cat/@eaDir", "train/__MACOSX", "train/@eaDir"]
+    extra = [
+        "train/.ipynb_checkpoints",
+        "train/cat/@eaDir",
+        "train/__MacOSX",
+        "train/@eaDir",
+        "train/@Recycle",
+    ]
     extra += ["train/dog/.thumbnails", "train/dog/deeper/.ipynb_checkpoints"]
     for folder in extra:
         (root / folder).mkdir(parents=True)

@@ -109,6 +109,62 @@ def test_classes_with_such_names(load, root):
     assert load({"DATA.VAL_SPLIT": 0.2}).class_names == ["Training", "dogs"]
 
 
+@pytest.fixture
+def flat(root):
+    """The class folders in `root` itself."""
+    shutil.rmtree(root / "val")
+    for label in ("cat", "dog"):
+        (root / "train" / label).rename(root / label)
+    (root / "train").rmdir()
+    return root
+
+
+@pytest.mark.parametrize("inner", ["", "cat"])
+def test_a_folder_test_beside_class_folders_is_no_class(load, flat, inner):
+    shutil.copytree(flat / "cat", flat / "test" / inner, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"has no train/ .* or set DATA\.VAL_SPLIT 0\.2: it holds"):
+        load()
+    sources = load({"DATA.VAL_SPLIT": 0.2})
+    assert (sources.class_names, len(sources.train), len(sources.val)) == (["cat", "dog"], 32, 8)
+    assert sources.notes[0] == (
+        f"warning: {flat}/test is left out: beside class folders it is not taken for a class; if"
+        " it is one, rename it, for example to test_class/"
+    )
+    (flat / "test").rename(flat / "test_class")
+    assert load({"DATA.VAL_SPLIT": 0.2}).class_names == ["cat", "dog", "test_class"]
+
+
+@pytest.mark.parametrize("name", ["Test", "Val-Set", "test images", "holdout"])
+def test_other_names_of_it_are_refused(load, flat, name):
+    (flat / "dog").rename(flat / name)
+    says = f"'{flat}': {name}/ lies beside class folders; .* for example to {name}_class/$"
+    with pytest.raises(UserError, match=says):
+        load({"DATA.VAL_SPLIT": 0.2})
+    (flat / name).rename(flat / f"{name}_class")
+    assert len(load({"DATA.VAL_SPLIT": 0.2}).class_names) == 2
+
+
+@pytest.mark.parametrize("name", ["labels", "Annotations", "ground truth"])
+def test_folders_that_hold_no_class_are_refused(load, root, name):
+    for split in ("train", "val"):
+        shutil.copytree(root / split / "cat", root / split / name)
+    with pytest.raises(
+        UserError, match=f"^{root}/train: {name}/ lies where each folder is a class"
+    ):
+        load()
+    shutil.rmtree(root / "val")
+    with pytest.raises(UserError, match=f"; move it elsewhere, or rename .* {name}_class/$"):
+        load({"DATA.VAL_SPLIT": 0.2})
+
+
+def test_val_beside_class_folders_says_what_to_do(load, flat):
+    (flat / "dog").rename(flat / "val")
+    with pytest.raises(UserError, match=r"found: cat, val; move the class folders into train/$"):
+        load()
+    with pytest.raises(UserError, match=r"images in val/; move the class folders into train/$"):
+        load({"DATA.VAL_SPLIT": 0.2})
+
+
 def test_files_without_the_ending_of_an_image(load, root):
     folder = root / "train" / "cat"
     for number in range(12):
