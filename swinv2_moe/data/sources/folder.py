@@ -261,11 +261,15 @@ def _split(
                 hold_out(group, needed)
                 break
         else:
-            single.append(classes[label])
+            single.append(label)
     if single:
+        hint = ""
+        if counts[single].max() > 1:
+            hint = " (copies do not count)"
         raise UserError(
             f"DATA.VAL_SPLIT is {share:g}: {len(single)} of {len(classes)} class folders of"
-            f" {images.root} hold a single image (copies do not count): {shortened(single)}"
+            f" {images.root} hold a single image{hint}:"
+            f" {shortened([classes[label] for label in single])}"
         )
     parts = []
     for rows in (~is_held_out, is_held_out):

@@ -222,11 +222,11 @@ def test_pictures_that_cannot_be_read(tmp_path):
     broken = tmp_path / "cat" / "5.png"
     for name in ("cat", "dog"):
         for path in (tmp_path / name).iterdir():
-            path.write_bytes(b"no picture")
+            path.write_bytes(f"no picture {path}".encode())
     text = message(tmp_path)
     assert re.search(r"16 of 16 pictures .* cannot be read, the first: \S+png \(no readable", text)
     for path in sorted((tmp_path / "dog").iterdir()):
-        Image.new("RGB", (9, 9)).save(path)
+        Image.new("RGB", (9, 9), int(path.stem)).save(path)
     assert "8 of 16" in message(tmp_path)
     assert broken.exists()
     found = choose(str(tmp_path), ["DATA.MAX_BAD_SHARE", "0.5"])
@@ -236,7 +236,7 @@ def test_pictures_that_cannot_be_read(tmp_path):
 def test_a_share_of_bad_pictures_that_allows_all(tmp_path):
     write(tmp_path, {"cat": 5, "dog": 5})
     for path in tmp_path.glob("*/*.png"):
-        path.write_bytes(b"no picture")
+        path.write_bytes(f"no picture {path}".encode())
     assert "8 of 8 pictures" in message(tmp_path, "DATA.MAX_BAD_SHARE", "1.0")
 
 
@@ -253,7 +253,7 @@ def test_pictures_with_too_many_pixels(tmp_path, size, says):
     first, *others = tmp_path.glob("*/*.png")
     Image.new("1", (size, size)).save(first)
     for path in others:
-        path.write_bytes(first.read_bytes())
+        path.write_bytes(first.read_bytes() + str(path).encode())
     assert says in message(tmp_path)
 
 
