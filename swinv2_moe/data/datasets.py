@@ -3,7 +3,6 @@
 B images per batch, C channels, S DATA.IMG_SIZE
 """
 
-import errno
 import os
 import random
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
-from swinv2_moe.data.images import decode, read_file, to_mode
+from swinv2_moe.data.images import decode, is_of_the_machine, read_file, to_mode
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Source
 from swinv2_moe.data.transforms import build_transform
@@ -24,7 +23,6 @@ from swinv2_moe.imports import ImportedFiles
 
 IGNORE = -1  # target of an image that no metric counts
 _MASK = 2**64 - 1
-_NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Sample(NamedTuple):
@@ -132,14 +130,14 @@ def read_image(source: Source, index: int, mode: str) -> Image.Image | None:
     """The image in `mode` ("RGB" or "L"), or None if it cannot be read.
 
     Raises:
-        OSError: this process or machine has too many open files, or no memory.
+        OSError, MemoryError: this process or machine has too many open files, or no memory.
     """
     try:
         return to_mode(source.open(index), mode)
     # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others on broken
     # files.
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE:
+        if is_of_the_machine(error):
             raise
         return None
 

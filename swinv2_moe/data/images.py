@@ -126,6 +126,7 @@ def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     Raises:
         ValueError: the content is not in one of FORMATS, is broken, has more than `max_pixels`
             pixels, or does not say which values are black and white.
+        MemoryError: memory has run out.
     """
     try:
         with _open(content, max_pixels) as image:
@@ -133,6 +134,8 @@ def decode(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
             return upright(to_8_bits(image))
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
+        if is_of_the_machine(error):
+            raise
         raise ValueError(str(error)) from error
 
 
@@ -165,6 +168,8 @@ def image_size(path: str | os.PathLike) -> tuple[int, int]:
         raise ValueError(f"has more pixels than the limit, {MAX_PIXELS:,}") from error
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
+        if is_of_the_machine(error):
+            raise
         raise ValueError(getattr(error, "strerror", None) or "no readable image") from error
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
@@ -180,7 +185,9 @@ def upright(image: Image.Image) -> Image.Image:
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     # Pillow raises SyntaxError, struct.error and others on broken EXIF data.
-    except Exception:
+    except Exception as error:
+        if is_of_the_machine(error):
+            raise
         return image
     if orientation not in _TURNS:
         return image

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from swinv2_moe.data.images import MAX_PIXELS
+from swinv2_moe.data.images import MAX_PIXELS, is_of_the_machine
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import check_inner_path, read_json
 
@@ -486,6 +486,8 @@ def _header_problem(directory: Path, row: dict, turned: bool) -> str | None:
     except UnidentifiedImageError:
         return f"not an image in a format that mmdetection reads: {', '.join(_FORMATS)}"
     except Exception as error:  # Pillow's readers raise OSError, SyntaxError and others
+        if is_of_the_machine(error):
+            raise
         return f"not an image that can be read ({one_line(str(error))})"
     if size == (row["width"], row["height"]):
         return None

@@ -15,7 +15,15 @@ from PIL import Image
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.data.images import NOT_DECODED, decode, image_paths, read_file, to_mode, upright
+from swinv2_moe.data.images import (
+    NOT_DECODED,
+    decode,
+    image_paths,
+    is_of_the_machine,
+    read_file,
+    to_mode,
+    upright,
+)
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
@@ -149,6 +157,8 @@ class Predictor:
             return self._transform(to_mode(image, self._mode))
         # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others.
         except Exception as error:
+            if is_of_the_machine(error):
+                raise
             needed = NOT_DECODED.get(Path(_name(picture)).suffix.lower())
             if needed:
                 return needed

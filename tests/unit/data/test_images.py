@@ -1,6 +1,7 @@
 """Image files that nobody has checked: their formats, their sizes, what is decoded and what is
 not."""
 
+import errno
 import io
 import os
 import struct
@@ -13,12 +14,20 @@ from PIL import EpsImagePlugin, Image, ImageFile, PngImagePlugin
 
 from swinv2_moe.data.build import build_data
 from swinv2_moe.data.datasets import ImageDataset, UnreadableImages, read_image
-from swinv2_moe.data.images import FORMATS, MAX_FILE_BYTES, MAX_PIXELS, decode, to_mode
+from swinv2_moe.data.images import (
+    FORMATS,
+    MAX_FILE_BYTES,
+    MAX_PIXELS,
+    decode,
+    image_size,
+    to_mode,
+)
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 from swinv2_moe.data.transforms import bounded, build_transform
 from swinv2_moe.errors import UserError
+from swinv2_moe.predict.predictor import Predictor
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(secret) run\n%%EOF\n"
 
@@ -100,6 +109,30 @@ def test_a_text_that_unpacks_to_gigabytes_is_an_error_of_its_file() -> None:
     info.add_text("comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
     with pytest.raises(ValueError, match="too large"):
         decode(saved("PNG", pnginfo=info))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.EMFILE, "too many"), OSError(errno.ENOMEM, "no memory")]
+)
+@pytest.mark.parametrize("place", ["open", "load"])
+def test_a_lack_of_memory_or_descriptors_is_no_bad_image(tmp_path, monkeypatch, error, place):
+    (tmp_path / "a.png").write_bytes(saved("PNG"))
+    source = ImageFiles(str(tmp_path), np.array([b"a.png"]), np.zeros(1, np.int64))
+    readers = [lambda: decode(saved("PNG")), lambda: read_image(source, 0, "RGB")]
+    predictor = object.__new__(Predictor)
+    readers.append(lambda: predictor._read(tmp_path / "a.png"))
+    if place == "open":
+        readers.append(lambda: image_size(tmp_path / "a.png"))
+
+    def fail(*args, **keys) -> None:
+        raise error
+
+    module = Image if place == "open" else ImageFile.ImageFile
+    monkeypatch.setattr(module, place, fail)
+    for read in readers:
+        with pytest.raises(type(error)) as raised:
+            read()
+        assert raised.value is error
 
 
 @pytest.fixture
