@@ -290,6 +290,12 @@ def _check_augmentation(config: CfgNode) -> None:
         raise UserError(
             f"AUG.SCALE is {aug.SCALE}, it must be two positive numbers, the smaller one first"
         )
+    if low * config.DATA.IMG_SIZE**2 < 1:
+        raise UserError(
+            f"AUG.SCALE is {aug.SCALE}: a crop of {low:g} of an image has less than 1 of its"
+            f" {config.DATA.IMG_SIZE} x {config.DATA.IMG_SIZE} pixels (DATA.IMG_SIZE); the default"
+            " begins with 0.08"
+        )
     if aug.SCALE[1] > 1:
         raise UserError(f"AUG.SCALE is {aug.SCALE}, it must not exceed 1")
     if (aug.MIXUP or aug.CUTMIX) and config.DATA.BATCH_SIZE % 2:

@@ -13,14 +13,15 @@ import unicodedata
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, TiffImagePlugin, features
 
 from moe_core.files import open_regular
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
 from swinv2_moe.output import printable
 
@@ -96,6 +97,9 @@ _VALUE_TAGS = (
     *(_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT, _MIN_SAMPLE_VALUE),
     *(_MAX_SAMPLE_VALUE, _SMIN_SAMPLE_VALUE, _SMAX_SAMPLE_VALUE),
 )
+_NUM_BANDS, _KIND_OF_PAGE = 277, 254  # tags of a TIFF
+_NO_PAGE = 1 | 4  # in _KIND_OF_PAGE: the page is a smaller copy, or a mask, of another one
+_PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # formats that may hold several pages or frames
 _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
 WHOLE_NUMBER = re.compile("[0-9]{1,18}")  # the name of a class
 MAX_PIXELS = 120_000_000  # limit of an image
@@ -144,7 +148,8 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.UnidentifiedImageError as error:  # Pillow's message names the file object
-        raise ValueError(f"none of the formats {' '.join(FORMATS)}") from error
+        problem = _bands_problem(io.BytesIO(content))
+        raise ValueError(problem or f"none of the formats {' '.join(FORMATS)}") from error
     sizes = [image.size]
     # Each tile is decoded at once, and a tile may be larger than the image.
     if isinstance(image, TiffImagePlugin.TiffImageFile):
@@ -155,25 +160,83 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     return image
 
 
-def image_size(path: str | os.PathLike) -> tuple[int, int]:
-    """Width and height of an image in pixels, from its header.
+def _bands_problem(file: BinaryIO) -> str:
+    """Why Pillow knows no way to read the bands of a TIFF; "" if the file is no TIFF."""
+    try:
+        file.seek(0)
+        start = file.read(8)
+        if start[2:3] == b"+":  # BigTIFF
+            start += file.read(8)
+        tags = TiffImagePlugin.ImageFileDirectory_v2(start)
+        file.seek(tags.next)
+        tags.load(file)
+        num_bands = int(tags.get(_NUM_BANDS, 1))
+        bits = sorted(set(tags.get(_BITS_PER_SAMPLE, (1,))))
+    except Exception as error:  # no TIFF, or a broken one: SyntaxError, struct.error and others
+        if is_of_the_machine(error):
+            raise
+        return ""
+    if num_bands < 2:
+        return ""
+    return (
+        f"a TIFF of {num_bands} bands with {short(bits, 40).strip('[]')} bits each, in an"
+        " arrangement that is not supported; convert it to 1 or 3 bands of 8 bits"
+    )
+
+
+class Header(NamedTuple):
+    """What the header of an image file says."""
+
+    width: int  # pixels
+    height: int
+    unused: str  # what `decode` leaves out; "" if nothing
+
+
+def read_header(file: str | os.PathLike | BinaryIO) -> Header:
+    """The header of an image file.
 
     Raises:
         ValueError: the file cannot be read as an image, or has more than MAX_PIXELS pixels.
     """
+    problem = ""
     try:
-        with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
-            width, height = image.size
+        with ExitStack() as stack:
+            if isinstance(file, str | os.PathLike):
+                file = stack.enter_context(open_regular(file))
+            try:
+                image = stack.enter_context(Image.open(file, formats=FORMATS))
+            except Image.UnidentifiedImageError:
+                problem = _bands_problem(file)
+                raise
+            header = Header(*image.size, _unused(image))
     except Image.DecompressionBombError as error:
         raise ValueError(f"has more pixels than the limit, {MAX_PIXELS:,}") from error
     # Pillow's decoders raise OSError, SyntaxError, struct.error and others on broken files.
     except Exception as error:
         if is_of_the_machine(error):
             raise
-        raise ValueError(getattr(error, "strerror", None) or "no readable image") from error
+        problem = getattr(error, "strerror", None) or problem or "no readable image"
+        raise ValueError(problem) from error
+    width, height = header[:2]
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
-    return width, height
+    return header
+
+
+def _unused(image: Image.Image) -> str:
+    """What `decode` leaves out of an opened image; "" if nothing. It may seek to the second
+    page."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        num_bands = image.tag_v2.get(_NUM_BANDS, 1)
+        if isinstance(num_bands, int) and num_bands > len(image.getbands()):
+            return "bands beyond grey or RGB"
+    # The second picture of a JPEG (MPO) is a preview or a map of brightness.
+    if image.format in _PAGED and getattr(image, "is_animated", False):
+        image.seek(1)
+        tags = getattr(image, "tag_v2", {})
+        if not tags.get(_KIND_OF_PAGE, 0) & _NO_PAGE:
+            return "pages or frames beyond the first"
+    return ""
 
 
 def upright(image: Image.Image) -> Image.Image:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp, posterize
+from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision import transforms
 
 from swinv2_moe.data.section import DataConfig
@@ -64,10 +65,21 @@ def _train_transform(config: DataConfig) -> Transform:
     for op in _augment_ops(transform):
         if op.aug_fn is posterize:
             op.aug_fn = _posterize
+    transform.transforms[0].get_params = _crop_box
     if aug.scale == (1, 1):
         # The whole image is used. A random crop of another aspect ratio would remove a strip.
         transform.transforms[:1] = _eval_transform(config, crop=False).transforms[:2]
     return transform
+
+
+def _crop_box(
+    image: Image.Image, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random crop. Of an image of few pixels, timm's has a height
+    or width of 0, which gives a black image; this one has at least 1."""
+    top, left, height, width = RandomResizedCropAndInterpolation.get_params(image, scale, ratio)
+    top, left = min(top, image.height - 1), min(left, image.width - 1)
+    return top, left, max(1, height), max(1, width)
 
 
 def _augment_ops(transform: transforms.Compose) -> list[AugmentOp]:

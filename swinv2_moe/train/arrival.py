@@ -9,12 +9,14 @@ shard has arrived. The shards are copied in the order of their first use.
 """
 
 import contextlib
+import io
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from swinv2_moe.data import Sources
 from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_recorded_order
 from swinv2_moe.data.copies import contradictions, digest, first_equal
 from swinv2_moe.data.datasets import UnreadableImages
-from swinv2_moe.data.images import is_of_the_machine
+from swinv2_moe.data.images import is_of_the_machine, read_header
 from swinv2_moe.data.prepare.shard_exchange import Exchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.section import DataConfig
@@ -257,7 +259,8 @@ def _copy(stager: Stager, files: list[ShardFile], failed: str) -> None:
 
 def check_files(config: DataConfig, data: Data, world: World) -> None:
     """Print one line for each image that cannot be read, and for each copy of another image that is
-    in both splits or has another label. Collective.
+    in both splits or has another label; and the number of images of which a part is not used.
+    Collective.
 
     The ranks share the work. It takes as long as reading the images of an epoch, twice.
 
@@ -265,11 +268,9 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
         UserError: more than DATA.MAX_BAD_SHARE of the images cannot be read.
     """
     console = Console(quiet=not world.is_main)
-    sources = {"training": data.train_loader.dataset.source}
-    sources["validation"] = data.val_loader.dataset.source
-    unreadable = []
-    digests = []
-    for name, source in sources.items():
+    sources = [data.train_loader.dataset.source, data.val_loader.dataset.source]
+    unreadable, digests, unused = [], [], []
+    for name, source in zip(("training", "validation"), sources, strict=True):
         loader = evaluation_loader(config, source, world.rank, world.size)
         title = f"checking {name} images"
         with Bar(console, title, len(loader), visible=world.is_main) as bar:
@@ -277,15 +278,15 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
                 unreadable += batch.unreadable
                 bar.advance("")
         rows = range(world.rank, len(source), world.size)
-        own = np.zeros(len(rows), np.uint64)
-        with Bar(console, f"comparing {name} images", len(rows), visible=world.is_main) as bar:
-            for i, row in enumerate(rows):
-                own[i] = _digest(source, row)
-                bar.advance("")
-        digests.append(np.empty(len(source), np.uint64))
-        for rank, part in enumerate(world.gather(own)):
-            digests[-1][rank :: world.size] = part
-    _print_copies(console, list(sources.values()), np.concatenate(digests))
+        title = f"comparing {name} images"
+        with Bar(console, title, len(rows), visible=world.is_main) as bar:
+            found = _compare(source, rows, bar, world)
+        digests.append(found[0])
+        unused += [(part, source.name(row)) for row, part in found[1]]
+    for part in dict.fromkeys(part for part, _ in unused):
+        names = [name for other, name in unused if other == part]
+        console.print(f"{len(names):,} images have {part}, not used; the first: {names[0]}")
+    _print_copies(console, sources, np.concatenate(digests))
     # padding repeats images
     paths = dict.fromkeys(path for paths in world.gather(unreadable) for path in paths)
     if not paths:
@@ -297,14 +298,38 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     UnreadableImages(size, config.max_bad_share).add(paths)
 
 
-def _digest(source: Source, row: int) -> int:
-    """A checksum of an image's content; 0 if it cannot be read."""
+def _compare(
+    source: Source, rows: range, bar: Bar, world: World
+) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    """Checksums of the images of a source [N], 0 for those that cannot be read, and the images of
+    which a part is not used, with the part. Collective.
+
+    Args:
+        rows: the images that this rank reads.
+    """
+    digests = np.zeros(len(source), np.uint64)
+    unused = []
+    for row in rows:
+        content = _content(source, row)
+        digests[row] = digest(content)
+        with contextlib.suppress(ValueError):
+            part = read_header(io.BytesIO(content)).unused
+            if part:
+                unused.append((row, part))
+        bar.advance("")
+    for rank, part_of_rank in enumerate(world.gather(digests[rows.start :: rows.step])):
+        digests[rank :: world.size] = part_of_rank
+    return digests, sorted(chain.from_iterable(world.gather(unused)))
+
+
+def _content(source: Source, row: int) -> bytes:
+    """The content of an image; empty if it cannot be read."""
     try:
-        return digest(source.read(row))
+        return source.read(row)
     except Exception as error:  # a source of another program may raise any type
         if is_of_the_machine(error):
             raise
-        return 0
+        return b""
 
 
 def _print_copies(console: Console, sources: Sequence[Source], digests: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import as_opts, config_from_text, flatten, load_config
 from swinv2_moe.config.load import values_of
 from swinv2_moe.config.tree import data_config
-from swinv2_moe.data.images import image_size
+from swinv2_moe.data.images import read_header
 from swinv2_moe.data.sources import ImageFiles, Sources, load_sources
 from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
 from swinv2_moe.errors import UserError, one_line
@@ -229,7 +229,7 @@ def _sizes(data: str, sources: Sources, bad_share: float) -> tuple[int, int]:
     for i in range(count):
         path = source.path(i * len(source) // count)
         try:
-            width, height = image_size(path)
+            width, height, _ = read_header(path)
         except ValueError as error:
             unreadable.append(f"{path} ({error})")
             continue

@@ -4,6 +4,7 @@ and images are held out for validation, in a run and in its evaluation."""
 import shutil
 
 import pytest
+from PIL import Image
 from tool_cases import assert_one_line, command
 
 
@@ -56,9 +57,13 @@ def test_ranks_share_the_check(start_ranks, arguments):
     data, words = arguments
     shutil.copy(data / "train/blue/03.jpg", data / "val/blue/07.jpg")
     shutil.copy(data / "train/blue/04.jpg", data / "train/red/23.jpg")
+    frames = [Image.new("RGB", (40, 50), colour) for colour in ("red", "green")]
+    frames[0].save(data / "val/red/many.gif", save_all=True, append_images=frames[1:])
     outcomes = start_ranks(2, "tools/train.py", *words, "DATA.MAX_BAD_SHARE", "0.2")
     assert [outcome.status for outcome in outcomes] == [0, 0]
-    assert "warning: 3 of 64 images cannot be read:" in outcomes[0].out
+    assert "warning: 3 of 65 images cannot be read:" in outcomes[0].out
+    line = "1 images have pages or frames beyond the first, not used; the first:"
+    assert f"{line} {data}/val/red/many.gif" in outcomes[0].out
     copies = [
         "2 copies (equal bytes) in both splits, or with another label:",
         f"  {data}/train/red/23.jpg = {data}/train/blue/04.jpg",

@@ -129,6 +129,7 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["DATA.DATASET", "list"], ["DATA.DATASET", "list", "DATA.TRAIN_LIST"]),
         (["DATA.DATASET", "folder"], ["DATA.DATASET", "folder", "DATA.PATH", "--data"]),
         (["DATA.BATCH_SIZE", "5"], ["DATA.BATCH_SIZE", "5", "AUG.MIXUP", "even"]),
+        (["AUG.SCALE", "[1e-6, 1]"], ["AUG.SCALE", "1e-06 of an image has less than 1 of its"]),
         (["AUG.SCALE", "[0.5, 0.1]"], ["AUG.SCALE", "[0.5, 0.1]", "smaller one first"]),
         (["DATA.CHANNELS", "1"], ["DATA.MEAN", "1 entries"]),
         (["DATA.CHANNELS", "0"], ["DATA.CHANNELS", "0", "1, 3"]),

@@ -18,6 +18,7 @@ from swinv2_moe.data.sources.base import (
     Sources,
     Subset,
     check_directory,
+    sample_notes,
 )
 from swinv2_moe.errors import UserError
 
@@ -52,7 +53,8 @@ def load_sources(config: DataConfig, validation_only: bool = False) -> Sources:
     config = dataclasses.replace(config, path=path, validation_only=validation_only)
     sources = dataset.load(config)
     _check(config.dataset, sources, validation_only)
-    return sources
+    seen = sources.val if validation_only else sources.train
+    return sources._replace(notes=(*sources.notes, *sample_notes(seen, config.test.crop_ratio)))
 
 
 def _check(name: str, sources: object, validation_only: bool) -> None:

@@ -6,19 +6,24 @@ N images
 import io
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median_low
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
 from swinv2_moe.data.copies import copies_note, first_copies
-from swinv2_moe.data.images import decode, read_file
+from swinv2_moe.data.images import Header, decode, read_file, read_header
+from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.output import printable
 
 _MAX_COMPARED = 100_000  # images: reading those of equal sizes takes seconds
+_SAMPLE = 100  # images whose headers are read
+_FAR_FROM_SQUARE = 2  # median of the long side divided by the short side
 
 
 class Source(Protocol):
@@ -173,6 +178,40 @@ def copies_of_files(train: ImageFiles, val: ImageFiles) -> list[str]:
 
     first = first_copies(len(targets), path)
     return copies_note(first, targets, split, lambda row: printable(path(row)))
+
+
+def sample_notes(source: Source, crop_ratio: float) -> list[str]:
+    """Messages about pixels that are not used, from the headers of a sample of the images.
+
+    Args:
+        crop_ratio: TEST.CROP_RATIO.
+    """
+    if not isinstance(source, ImageFiles | ShardedImages):
+        return []
+    headers: dict[int, Header] = {}
+    count = min(_SAMPLE, len(source))
+    for i in range(count):
+        row = i * len(source) // count
+        with suppress(ValueError):  # another message counts the images that cannot be read
+            if isinstance(source, ImageFiles):
+                headers[row] = read_header(source.path(row))
+            else:
+                headers[row] = read_header(io.BytesIO(source.read(row)))
+    notes = []
+    for unused in sorted({header.unused for header in headers.values()} - {""}):
+        rows = [row for row, header in headers.items() if header.unused == unused]
+        notes.append(
+            f"warning: {len(rows)} of {len(headers)} images that were looked at have {unused},"
+            f" which are not used; the first: {source.name(rows[0])}"
+        )
+    sides = [(max(header[:2]), min(header[:2])) for header in headers.values()]
+    ratio = median_low([longer / shorter for longer, shorter in sides if shorter] or [1])
+    if ratio >= _FAR_FROM_SQUARE and crop_ratio:
+        notes.append(
+            f"most images are wide or tall ({ratio:.1f} : 1): evaluation sees the middle, about"
+            f" {crop_ratio**2 / ratio:.0%} of such an image; TEST.CROP_RATIO 0 uses all of it"
+        )
+    return notes
 
 
 def check_directory(key: str, path: str) -> None:

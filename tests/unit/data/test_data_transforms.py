@@ -121,6 +121,17 @@ def test_no_posterise_goes_below_one_bit(make_transform, policy):
         assert got.tobytes() == posterize(picture(), 1).tobytes()
 
 
+@pytest.mark.parametrize(("size", "scale"), [((1, 1), 0.08), ((3, 1), 0.08), ((24, 20), 0.005)])
+def test_a_random_crop_has_at_least_one_pixel(make_transform, no_augmentation, size, scale):
+    """timm's crop of 0 pixels would be a black image."""
+    white = Image.new("RGB", size, "white")
+    keys = {"AUG.SCALE": [scale, scale]}
+    transform = make_transform(True, no_augmentation, keys)
+    wanted = make_transform(False, no_augmentation)(white)
+    for _ in range(30):
+        torch.testing.assert_close(transform(white), wanted)
+
+
 def test_an_unknown_policy_is_the_users_mistake(make_transform):
     for policy in ("rnad-m9", "rand-x9"):
         with pytest.raises(UserError, match=rf"AUG\.AUTO_AUGMENT is '{policy}'"):

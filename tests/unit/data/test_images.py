@@ -19,7 +19,7 @@ from swinv2_moe.data.images import (
     MAX_FILE_BYTES,
     MAX_PIXELS,
     decode,
-    image_size,
+    read_header,
     to_mode,
 )
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
@@ -122,7 +122,7 @@ def test_a_lack_of_memory_or_descriptors_is_no_bad_image(tmp_path, monkeypatch, 
     predictor = object.__new__(Predictor)
     readers.append(lambda: predictor._read(tmp_path / "a.png"))
     if place == "open":
-        readers.append(lambda: image_size(tmp_path / "a.png"))
+        readers.append(lambda: read_header(tmp_path / "a.png"))
 
     def fail(*args, **keys) -> None:
         raise error
