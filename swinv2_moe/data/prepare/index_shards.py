@@ -2,13 +2,14 @@
 format.
 
 A sample consists of members whose names are equal up to the first dot: an image, and a .cls file
-(the label as text) or a .json file (with the key "label"). Each tar is read once, for both index
-and checksum.
+(the label as text) or a .json file (with the key "label"), or both. Each tar is read once, for both
+index and checksum.
 """
 
 import os
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -214,18 +215,30 @@ def _is_usable(tar: tarfile.TarFile, image: tarfile.TarInfo, max_pixels: int | N
 
 
 def _label(where: str, labels: dict[str, bytes], num_classes: int) -> int:
-    """The label in the .cls file, or else the value "label" in the .json file."""
-    try:
-        if "cls" in labels:
-            text = labels["cls"].decode()
-        else:
-            text = str(parse_json(labels["json"])["label"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f'{where} has no label: no .cls, and no .json with a "label"') from error
-    try:
-        label = int(text)
-    except ValueError as error:
-        raise UserError(f"{where}: label {text.strip()[:60]!r} is not an integer") from error
+    """The label in the .cls file or the value "label" in the .json file, whichever is a number."""
+    texts = {}
+    if "cls" in labels:
+        texts["cls"] = labels["cls"].decode(errors="replace").strip()
+    with suppress(KeyError, TypeError, ValueError):
+        texts["json"] = str(parse_json(labels["json"])["label"])
+    numbers = {}
+    for kind, text in texts.items():
+        with suppress(ValueError):
+            numbers[kind] = int(text)
+    if not texts:
+        raise UserError(f'{where} has no label: no .cls, and no .json with a "label"')
+    if not numbers:
+        text = next(iter(texts.values()))
+        raise UserError(
+            f"{where}: label {text[:60]!r} is not an integer; write the number of the class, from"
+            " 0, to the .cls, or make shards of a folder with a folder for each class"
+        )
+    if len(set(numbers.values())) > 1:
+        raise UserError(
+            f"{where}: label {numbers['cls']} in its .cls, {numbers['json']} in its .json; leave"
+            " the right one in the tar"
+        )
+    label = next(iter(numbers.values()))
     num_classes = num_classes or _MAX_LABEL
     if not 0 <= label < num_classes:
         raise UserError(f"{where}: label {label} is out of range, with {num_classes} classes")

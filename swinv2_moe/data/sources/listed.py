@@ -1,5 +1,5 @@
-"""list: the images that two list files name, one `path label` per line, or Swin's JSON map,
-`[["folder/image.JPEG", 0], ...]`.
+"""list: the images that two list files name, one `path label` or `path,label` per line, or Swin's
+JSON map, `[["folder/image.JPEG", 0], ...]`.
 
 The JSON form is that of ILSVRC2011fall_whole_map_train.txt, which Swin-Transformer's
 data/imagenet22k_dataset.py reads. The first element of an entry is the path, the second is the
@@ -8,6 +8,7 @@ label. Further elements are ignored.
 N images
 """
 
+import codecs
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
@@ -28,6 +29,12 @@ from swinv2_moe.errors import UserError, short, shortened
 _JSON = re.compile(r"""\s*\[\s*([\[{]\s*"|\]\s*$)""")
 _SPACE = re.compile(r"\s*")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+# A path, perhaps in quotation marks, and a label
+_CSV = [re.compile(f'(?:"((?:[^"]|"")+)"\\s*|([^"{sign}]+)){sign}([^{sign}]+)') for sign in ",;"]
+_HEADINGS = {"label", "labels", "class", "class_id", "target", "category", "category_id"}
+# Byte order marks. That of UTF-32 begins with that of UTF-16.
+_ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+_ENCODINGS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _MAX_LABEL = 2**31 - 1
 _BLOCK = 100_000  # entries
 _MAX_LINE = 8192  # limit of a line, in characters: systems allow paths of up to 4096 bytes
@@ -145,8 +152,7 @@ def _entries(key: str, file: str) -> Iterator[Entry]:
     try:
         with open_regular(file) as content:
             size = os.fstat(content.fileno()).st_size
-            # Paths may have any encoding.
-            lines = io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")
+            lines = _decoded(file, content)
             is_json = _JSON.match(lines.read(1000))
             lines.seek(0)
             if not is_json:
@@ -161,10 +167,25 @@ def _entries(key: str, file: str) -> Iterator[Entry]:
         raise UserError(f"{file}:{error.lineno}: not valid JSON ({error.msg})") from error
     except RecursionError as error:
         raise UserError(f"{file}: not valid JSON (nested too deeply)") from error
+    except UnicodeDecodeError as error:  # of UTF-16 and UTF-32
+        raise UserError(f"{file}: not valid {error.encoding}; save it as UTF-8") from error
     except ValueError as error:  # for example an integer of thousands of digits
         raise UserError(f"{file}: not valid JSON ({error})") from error
     except OSError as error:
         raise UserError(f"{key} is {file!r}: cannot be read ({error.strerror})") from error
+
+
+def _decoded(file: str, content: BinaryIO) -> TextIO:
+    """The text of a list, in UTF-8 or what its byte order mark says."""
+    start = content.read(1000)
+    content.seek(0)
+    for mark, encoding in _ENCODINGS.items():
+        if start.startswith(mark):
+            return io.TextIOWrapper(content, encoding)
+    if start.count(0) > len(start) // 4:
+        raise UserError(f"{file}: looks like UTF-16 without its mark; save it as UTF-8")
+    # Paths may have any encoding.
+    return io.TextIOWrapper(content, "utf-8-sig", "surrogateescape")
 
 
 def _text_entries(file: str, lines: TextIO) -> Iterator[Entry]:
@@ -176,12 +197,32 @@ def _text_entries(file: str, lines: TextIO) -> Iterator[Entry]:
                 f" {line[:60]!r}"
             )
         fields = line.strip().rsplit(maxsplit=1)
+        is_plain = len(fields) == 2 and _INTEGER.fullmatch(fields[1])
+        if fields and not (is_plain and fields[0][-1] not in ",;"):
+            columns = _columns(line.strip())
+            if columns or is_plain:
+                fields = columns or [line]
+        if number == 1 and len(fields) == 2 and fields[1].lower() in _HEADINGS:
+            continue
         if len(fields) == 2:
             yield f"{file}:{number}", fields[0], fields[1]
         elif fields:
             raise UserError(
-                f"{file}:{number}: expected a path and a label, found {fields[0][:60]!r}"
+                f"{file}:{number}: expected a path and a label, found {line.strip()[:60]!r}"
             )
+
+
+def _columns(line: str) -> list[str]:
+    """Path and label in a line of CSV, with a comma or a semicolon; [] if it is none."""
+    found: list[str] = []
+    for pattern in _CSV:
+        match = pattern.fullmatch(line)
+        if match:
+            path = match[1].replace('""', '"') if match[1] else match[2].strip()
+            columns = [path, match[3].strip(' "')]
+            if not found or _INTEGER.fullmatch(columns[1]):  # a path may hold the other sign
+                found = columns
+    return found
 
 
 def _json_entries(file: str, text: str) -> Iterator[Entry]:
@@ -248,7 +289,10 @@ def _label(place: str, value: object, num_classes: int) -> int:
     if not isinstance(text, str):
         text = short(value, 60)
     if not _INTEGER.fullmatch(text):
-        raise UserError(f"{place}: label {text[:60]!r} is not an integer")
+        raise UserError(
+            f"{place}: label {text[:60]!r} is not an integer; a list numbers its classes from 0, or"
+            " put the images of each class into a folder with its name (DATA.DATASET folder)"
+        )
     label = int(text)
     if label < 0:
         raise UserError(f"{place}: label {label} is negative, labels count from 0")

@@ -276,12 +276,45 @@ def test_swins_json_map(list_config, tmp_path):
         assert source.name(5) == str(tmp_path / "images/train/dog/1.png")
 
 
+COMMAS = """\
+path,label
+train/cat/0.png,0
+"train/dog/0.png", 1
+  train/dog/1.png ,1
+
+"""
+SPACES = "train/cat/0.png 0\ntrain/dog/0.png\t1\ntrain/dog/1.png  1"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize(
+    "text", [COMMAS, COMMAS.replace(",", ";"), SPACES, "path label\n" + SPACES]
+)
+def test_lists_of_spreadsheets(list_config, tmp_path, text, encoding):
+    config = list_config()
+    name = "dög, 1"
+    (tmp_path / "images/train/dog").rename(tmp_path / "images/train" / name)
+    if text is COMMAS:
+        text = text.replace("train/dog/1.png", f'"train/{name}/1.png"')
+    text = text.replace("dog", name)
+    (tmp_path / "images/train.txt").write_bytes(text.replace("\n", "\r\n").encode(encoding))
+    source = load_sources(data_config(config)).train
+    assert source.targets.tolist() == [0, 1, 1]
+    assert source.name(2) == f"{tmp_path}/images/train/{name}/1.png"
+    assert source.open(2).size == (24, 20)
+
+
 CAT = '[["train/cat/0.png", 0]'
 NO_PAIR = r"expected \[path, label\], found"
 NO_JSON = r"not valid JSON \("
 LISTS = [  # the text of train.txt, what the line says after that name
     ("train/cat/0.png 0\ntrain/dog/0.png\n", ":2: expected a path and a label, found 'train/dog/0"),
     ("train/cat/0.png 0\n\ntrain/dog/0.png one\n", ":3: label 'one' is not an integer"),
+    ("train/cat/0.png,cat\n", ":1: label 'cat' is not an integer; a list numbers .* folder with"),
+    ("path,label\na,b\n", ":2: label 'b' is not an integer"),
+    ("train/cat/0.png,0,24\n", ":1: expected a path and a label, found 'train/cat/0.png,0,24'"),
+    ("train/cat/0.png, 0, 24\n", ":1: expected a path and a label, found 'train/cat/0.png, 0, 24'"),
+    ("t\0r\0a\0i\0n\0 \0000\0", ": looks like UTF-16 without its mark; save it as UTF-8"),
     ("train/cat/0.png 0.5\n", r":1: label '0\.5' is not an integer"),
     ("train/cat/0.png -1\n", ":1: label -1 is negative"),
     (f"train/cat/0.png {10**12}\n", ":1: label 10{12} is out of range"),

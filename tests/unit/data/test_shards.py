@@ -406,7 +406,10 @@ def foreign(made, tmp_path):
         samples = []
         for i in range(10 * number, 10 * number + 10):
             image = {"PNG" if i % 2 else "png": source.read(i)}
-            samples.append({"__key__": f"part/{i:03d}"} | image | form(int(source.targets[i])))
+            label = int(source.targets[i])
+            samples.append({"__key__": f"part/{i:03d}"} | image | form(label))
+            if i == 7:
+                samples[-1] |= {"cls": b"a name", "json": b'{"label": %d}' % label}
         write_tar(root / "train" / f"pics-{number}.tar", samples)
     shutil.copytree(root / "train", root / "val")
     return root
@@ -433,9 +436,13 @@ def test_the_index_of_foreign_shards(foreign, made):
         ({"jpg": b"x"}, r"k has no label: no \.cls, and no \.json with a \"label\"$"),
         ({"jpg": b"x", "json": b'{"class": 1}'}, r"k has no label"),
         ({"jpg": b"x", "json": b'{"label'}, r"k has no label"),
-        ({"jpg": b"x", "cls": b"cat"}, r"k: label 'cat' is not an integer$"),
-        ({"jpg": b"x", "json": b'{"label": 1.5}'}, r"k: label '1\.5' is not an integer$"),
-        ({"jpg": b"x", "json": b'{"label": true}'}, r"k: label 'True' is not an integer$"),
+        ({"jpg": b"x", "cls": b"cat"}, r"k: label 'cat' is not an integer; write the"),
+        ({"jpg": b"x", "cls": b"1", "json": b'{"label": 0}'}, r"k: label 1 in its \.cls, 0 in its"),
+        ({"jpg": b"x", "json": b'{"label": 1.5}'}, r"k: label '1\.5' is not an integer; write the"),
+        (
+            {"jpg": b"x", "json": b'{"label": true}'},
+            r"k: label 'True' is not an integer; write the",
+        ),
         ({"jpg": b"x", "cls": b"-1"}, r"k: label -1 is out of range"),
         ({"jpg": b"x", "cls": b"7"}, r"k: label 7 is out of range, with 5 classes$"),
         ({"cls": b"1"}, r"k has no image \(apng avif bmp .*\)$"),
