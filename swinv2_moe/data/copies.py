@@ -32,8 +32,9 @@ def first_copies(count: int, path: Callable[[int], str]) -> np.ndarray:
     """
     values = np.zeros(count, np.uint64)
     rows = np.arange(count)  # files that may have a copy
+    measures: tuple[Callable[[str], int], ...] = (_size, _digest_of_end, _digest)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        for measure in (_size, _digest_of_end, _digest):
+        for measure in measures:
 
             def measure_all(part: np.ndarray, measure: Callable[[str], int] = measure) -> list[int]:
                 return [measure(path(row)) for row in part.tolist()]

@@ -269,7 +269,9 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     """
     console = Console(quiet=not world.is_main)
     sources = [data.train_loader.dataset.source, data.val_loader.dataset.source]
-    unreadable, digests, unused = [], [], []
+    unreadable: list[str] = []
+    digests: list[np.ndarray] = []
+    unused: list[tuple[str, str]] = []  # what is not used, and the name of the image
     for name, source in zip(("training", "validation"), sources, strict=True):
         loader = evaluation_loader(config, source, world.rank, world.size)
         title = f"checking {name} images"
