@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -55,7 +56,6 @@ class HasExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.num_training_passes = 0  # of `before_pass`
-        self.checked_parallel: int | None = None
         self.register_state_dict_post_hook(shard_state)
         self.register_load_state_dict_pre_hook(localize_state)
 
@@ -378,16 +378,11 @@ def before_pass(layer: HasExperts) -> None:
     layer whose experts are distributed or have replicas.
 
     Raises:
-        ValueError: DistributedDataParallel takes the experts for copies of one tensor; weights that
-            should be equal differ between ranks; or the experts were updated with gradients that
-            were not averaged.
+        ValueError: weights that should be equal differ between ranks.
     """
     if torch.compiler.is_compiling():  # experts that only have replicas
         return
     group = layer.group
-    parallel = DistributedDataParallel._get_active_ddp_module()
-    if parallel is not None and group.size > 1:
-        _check_ignored(layer, parallel)
     if not torch.is_grad_enabled():
         return
     register_experts(layer)
@@ -402,21 +397,43 @@ def before_pass(layer: HasExperts) -> None:
     passes = layer.num_training_passes
     layer.num_training_passes += 1
     if passes and passes & (passes - 1) == 0:  # passes 2, 3, 5, 9, 17, ...
-        _check_equal(layer, parallel)
+        _check_equal(layer, DistributedDataParallel._get_active_ddp_module())
 
 
-def _check_ignored(layer: HasExperts, parallel: DistributedDataParallel) -> None:
-    if layer.checked_parallel == id(parallel):
+def _check_ignored(parallel: nn.Module, name: str, model: nn.Module) -> None:
+    """A hook of every module's assignment of a module: DistributedDataParallel gets its module
+    before it overwrites the parameters of all ranks with those of its rank 0.
+
+    Raises:
+        ValueError: it would average experts that this rank trains, or overwrite frozen experts that
+            differ between the ranks.
+    """
+    if not isinstance(parallel, DistributedDataParallel) or name != "module":
         return
-    own = set(layer.experts.parameters())
-    for name, parameter in parallel.module.named_parameters():
-        if parameter in own and name not in parallel.parameters_to_ignore:
+    shared = dict(model.named_parameters())
+    for ignored in parallel.parameters_to_ignore:
+        shared.pop(ignored, None)
+    for layer in model.modules():
+        if not isinstance(layer, HasExperts) or layer.group.size == 1:
+            continue
+        own = set(layer.experts.parameters())
+        wrong = _first_own({n: p for n, p in shared.items() if p in own}, layer.group)
+        if wrong is not None:
             raise ValueError(
-                f"{name}: DistributedDataParallel has overwritten this rank's experts with those"
-                " of rank 0: create the model again (and load its weights), and call"
-                " DistributedDataParallel(moe_core.ignore_experts(model))"
+                f"{wrong}: DistributedDataParallel would overwrite this rank's experts with those"
+                " of rank 0: call DistributedDataParallel(moe_core.ignore_experts(model))"
             )
-    layer.checked_parallel = id(parallel)
+
+
+def _first_own(experts: dict[str, nn.Parameter], group: ExpertGroup) -> str | None:
+    """The first of these experts that must not be taken for a copy of other ranks' experts: it is
+    trained, or it is frozen and differs between the ranks of the group. This is a collective if all
+    are frozen."""
+    for name, parameter in experts.items():
+        if parameter.requires_grad:
+            return name
+    difference = group.ranks.first_difference(experts)
+    return None if difference is None else difference[0]
 
 
 def _check_equal(layer: HasExperts, parallel: DistributedDataParallel | None) -> None:
@@ -467,7 +484,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
         _check_not_sharded(set(parameters))
     if not any(parameter in _LAYERS for parameter in parameters):
         return
-    if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
+    is_zero = "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]
+    if is_zero and any(_first_own(own, group) for group, own in _by_group(parameters).items()):
         raise ValueError(
             "ZeroRedundancyOptimizer would overwrite this rank's experts with those of another"
             " rank: give it the other parameters only, and update"
@@ -480,6 +498,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _by_group(parameters: list[nn.Parameter]) -> dict[ExpertGroup, dict[str, nn.Parameter]]:
+    """The distributed experts among the parameters, by their group and any name."""
+    groups: dict[ExpertGroup, dict[str, nn.Parameter]] = {}
+    for number, parameter in enumerate(parameters):
+        layer = _LAYERS[parameter]() if parameter in _LAYERS else None
+        if layer is not None:
+            groups.setdefault(layer.group, {})[str(number)] = parameter
+    return groups
 
 
 def _check_not_sharded(parameters: set[nn.Parameter]) -> None:
@@ -499,3 +527,4 @@ def _check_not_sharded(parameters: set[nn.Parameter]) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_module_module_registration_hook(_check_ignored)

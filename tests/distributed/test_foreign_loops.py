@@ -109,9 +109,32 @@ def check_data_parallel(rank: int) -> None:
         before = [p.detach().clone() for p in expert_parameters(root).values()]
         DistributedDataParallel(root)
         assert all(map(torch.equal, before, expert_parameters(root).values()))
-    parallel = DistributedDataParallel(Net(layer.group))
-    with pytest.raises(ValueError, match=r"moe.experts.w1: Dist.* overwritten .*ignore_experts"):
-        parallel(batch(rank))
+    check_frozen_experts(layer.group)
+
+
+def check_frozen_experts(group) -> None:
+    """A program may leave frozen experts that are equal on all ranks to DistributedDataParallel and
+    ZeroRedundancyOptimizer. Others are refused before they are overwritten."""
+    would = r"moe.experts.{}: Dist.* would overwrite .*ignore_experts"
+    for is_equal, bias in ((True, 0), (False, dist.get_rank())):
+        model = Net(group)
+        with pytest.raises(ValueError, match=would.format("w1")):
+            DistributedDataParallel(model)
+        frozen = model.moe.experts.b2.requires_grad_(False)
+        frozen.detach().fill_(bias)
+        experts = expert_parameters(model).items()
+        model._ddp_params_and_buffers_to_ignore = [name for name, p in experts if p.requires_grad]
+        if is_equal:
+            before = model.moe.experts.w1.detach().clone()
+            DistributedDataParallel(model)(batch(dist.get_rank()))["loss"].backward()
+            assert torch.equal(before, model.moe.experts.w1)
+            ZeroRedundancyOptimizer([frozen], torch.optim.SGD, lr=0.1).step()
+        else:
+            with pytest.raises(ValueError, match=would.format("b2")):
+                DistributedDataParallel(model)
+            assert torch.equal(frozen, torch.full_like(frozen, bias))
+            with pytest.raises(ValueError, match="ZeroRedundancyOptimizer would overwrite"):
+                ZeroRedundancyOptimizer([frozen], torch.optim.SGD, lr=0.1).step()
 
 
 def check_drift(rank: int) -> None:
