@@ -4,7 +4,7 @@
 # whole if several ranks share an expert)
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -63,6 +63,8 @@ class Experts(nn.Module):
         self._copies: PreparedValue[ComputedWeights] = PreparedValue()
         # Within `cast_ahead`: the weights without biases, in the dtype of computation.
         self._casts: ExpertWeights | None = None
+        # Set by a layer with replicas: the same weights, whose gradients are averaged over them.
+        self.average: Callable[..., Sequence[Tensor]] | None = None
         shapes = _parameter_shapes(config)
         for name in ExpertWeights._fields:
             parameter = None
@@ -173,15 +175,16 @@ class Experts(nn.Module):
             or in int8 with `int8_inference`.
         """
         parameters = self.parameters_by_field
+        used = self.averaged(parameters)
         if not self._copies.active:
-            return _gathered(parameters, gather)
+            return _gathered(used, gather)
         w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
         is_worth_packing = may_pack and num_bytes < _MAX_PACKED
         in_int8 = may_pack and self.config.int8_inference
         if gather is None and dtype == w1.dtype and not is_worth_packing and not in_int8:
-            return parameters
+            return used
 
         def copy() -> ComputedWeights:
             if in_int8:
@@ -192,7 +195,13 @@ class Experts(nn.Module):
         sources = parameters.tensors()
         key = (dtype, may_pack, w1.device, num_gathered)
         copies = self._copies.get(sources, key, copy)
-        return copies or _gathered(parameters, gather)
+        return copies or _gathered(used, gather)
+
+    def averaged(self, parameters: ExpertWeights) -> ExpertWeights:
+        """The same weights, whose gradients are averaged over replicas."""
+        if self.average is None or not torch.is_grad_enabled():
+            return parameters
+        return parameters.with_tensors(list(self.average(self, *parameters.tensors())))
 
     @contextmanager
     def cast_ahead(self, dtype: torch.dtype) -> Iterator[None]:
@@ -268,8 +277,9 @@ class Experts(nn.Module):
             return expert_ffn(x, used, offsets, *settings)
         casts = None
         # Weights in int8, and those gathered from several ranks, have no casts.
-        if isinstance(used, ExpertWeights) and used.w1 is self.w1:
-            casts = self._casts
+        if self._casts is not None and isinstance(used, ExpertWeights):
+            is_own = used.w1.data_ptr() == self.w1.data_ptr()  # the parameter, or `averaged`
+            casts = self._casts if is_own else None
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
 
     def _prefers_parameters(self, x: Tensor, plan: DispatchPlan | None) -> bool:

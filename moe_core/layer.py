@@ -30,11 +30,18 @@ from moe_core.context import expert_dtype, expert_input, in_backward, in_transfo
 from moe_core.experts import Experts, SharedExperts
 from moe_core.ops import DispatchPlan, make_plan, without_measuring
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
+from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.exchange import Choices, Exchange, make_exchange, try_experts
 from moe_core.parallel.search import Trial
 from moe_core.router import make_router
 from moe_core.routing import ROUTINGS, Routed, Routing, expert_logits
-from moe_core.torch_tools import HasExperts, before_pass, ignore_experts, register_experts
+from moe_core.torch_tools import (
+    HasExperts,
+    after_pass,
+    before_pass,
+    ignore_experts,
+    register_experts,
+)
 
 
 class MoELayer(HasExperts):
@@ -104,6 +111,7 @@ class MoELayer(HasExperts):
         self._exchanges: dict[ParallelStrategy, Exchange] = {}
         self._exchange_of(strategy)
         self.group.copy_to_replicas(self.experts)
+        self.group.calls.add(self)
         register_experts(self)
         ignore_experts(self)
         # probs [T, E], counts [E], kept [T, K] (None if no choice can be dropped) and K
@@ -118,6 +126,7 @@ class MoELayer(HasExperts):
         for child in self.children():
             _reset(child)
         self.group.copy_to_replicas(self.experts)
+        register_experts(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that should have no weight decay, as timm's models return them:
@@ -243,13 +252,15 @@ class MoELayer(HasExperts):
         routed = self.routing.route(x, call)
         routing, top_k = routed.routing, routed.top_k
         inputs = expert_input(routed.inputs, self.group.size)  # [N, M]
-        exchange, trial = call.exchange, None
+        exchange, trial, layer_call = call.exchange, None, None
+        if self.group.size > 1:
+            layer_call = LayerCall(self.group.calls, self)
         if exchange is None:
-            exchange, trial = self._choose(inputs, routed)
+            exchange, trial = self._choose(inputs, routed, layer_call)
 
         if trial is not None:
             inputs = trial.begin(inputs)
-        agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor)
+        agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor, layer_call)
         priority = routing.priority
         if agreement.capacity is None:
             priority = None  # no choice is dropped, so no token comes first
@@ -269,6 +280,8 @@ class MoELayer(HasExperts):
             y = exchange(self.experts, inputs, choices)
         if trial is not None:
             y = trial.end(y)
+        if self.group.num_ranks > 1:
+            after_pass(self)
 
         if routed.combine is not None:
             y = routed.combine(y)  # [T, M]
@@ -362,14 +375,16 @@ class MoELayer(HasExperts):
             check_has_capacity(capacity_factor, self.config)
         return self._exchanges[strategy]
 
-    def _choose(self, tokens: Tensor, routed: Routed) -> tuple[Exchange, Trial | None]:
+    def _choose(
+        self, tokens: Tensor, routed: Routed, layer_call: LayerCall | None
+    ) -> tuple[Exchange, Trial | None]:
         """The exchange that the tuner of the group chooses, and its trial if the call is one.
 
         It tries strategies in training with gradients, and in evaluation without gradients.
         """
         top_k, factor = routed.top_k, routed.capacity_factor
         assert not isinstance(factor, Tensor), "over several ranks it is a number"
-        most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device)
+        most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device, layer_call)
         # Without a capacity limit (0) the key contains the mean load of an expert.
         capacity = expert_capacity(most_tokens, self.config.num_experts, top_k, factor or 1.0)
         assert isinstance(capacity, int)

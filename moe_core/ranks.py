@@ -106,11 +106,7 @@ class Ranks:
         """
         if self.size == 1 or not tensors:
             return None
-        sums = []
-        for tensor in tensors.values():
-            bits = tensor.detach().view(_INTEGERS[tensor.itemsize])
-            sums.append(bits.sum(dtype=torch.int64))
-        checksums = torch.stack(sums).to(self.device)
+        checksums = bit_sums(tensors).to(self.device)
         bounds = torch.stack([checksums, ~checksums])
         largest, inverted_smallest = self.all_reduce(
             bounds, "comparison of replicated weights", dist.ReduceOp.MAX
@@ -175,6 +171,15 @@ class Ranks:
                 f"{operation} failed on {self.description}: another process may have ended, or not"
                 f" joined {self.time_limit}; see its output ({error})"
             ) from error
+
+
+def bit_sums(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The sum of the bits of each tensor, taken as integers: int64. There is at least one."""
+    sums = []
+    for tensor in tensors.values():
+        bits = tensor.detach().view(_INTEGERS[tensor.itemsize])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums)
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:

@@ -16,11 +16,13 @@ These tools expect that every rank has the same parameters. For distributed expe
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -30,12 +32,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.experts import Experts
-from moe_core.parallel.groups import ExpertGroup
+from moe_core.parallel.groups import AverageOverReplicas, ExpertGroup
 
-# The parameters that have the hooks of `_Average`, and the hooks by module of experts. They are not
-# attributes: layers may share experts, and the copies of a model have no hooks.
-_AVERAGED = WeakTensorKeyDictionary()
-_AVERAGES: "weakref.WeakKeyDictionary[nn.Module, _Average]" = weakref.WeakKeyDictionary()
+# The parameters that have the hook of `average_in_backward`. It is no attribute: layers may share
+# experts, and the copies of a model have no hooks.
+_DIVIDED = WeakTensorKeyDictionary()
 _LAYERS = WeakTensorKeyDictionary()  # layers of distributed experts, by parameter
 # The parameters whose gradients `average_expert_gradients` averages, with their layers. If such a
 # gradient is not averaged yet: the version of the parameter when it was computed.
@@ -55,9 +56,14 @@ class HasExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_training_passes = 0  # of `before_pass`
+        self.name_in_model = ""  # for messages
+        self.num_training_passes = 0  # of `after_pass`
         self.register_state_dict_post_hook(shard_state)
         self.register_load_state_dict_pre_hook(localize_state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)
+        self.group.calls.add(self)
 
 
 def ignore_experts(model: nn.Module) -> nn.Module:
@@ -72,9 +78,10 @@ def ignore_experts(model: nn.Module) -> nn.Module:
     model itself, its parameters and its state dict do not change.
     """
     own = set()
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         if not isinstance(layer, HasExperts):
             continue
+        layer.name_in_model = name or layer.name_in_model
         group = layer.group
         # DistributedDataParallel itself averages experts that are only replicated
         if group.size > 1 or (group.num_ranks > 1 and not group.for_torch_tools):
@@ -91,61 +98,35 @@ def ignore_experts(model: nn.Module) -> nn.Module:
 # --- gradients
 
 
-def is_averaged(parameter: nn.Parameter) -> bool:
-    """Whether the backward pass averages the gradient of the parameter over the ranks."""
-    return parameter in _AVERAGED
+def is_averaged(layer: HasExperts) -> bool:
+    """Whether the backward pass averages the gradients of the layer's experts over all ranks."""
+    group = layer.group
+    return group.size > 1 and group.for_torch_tools and not needs_average(layer.experts, group)
 
 
-def average_in_backward(experts: nn.Module, group: ExpertGroup) -> None:
-    """Average the gradients of the experts over all data-parallel ranks in the backward pass.
+def average_in_backward(layer: HasExperts) -> None:
+    """Average the gradients of the experts over all data-parallel ranks in the backward pass. Hooks
+    of the user get the averages.
 
-    A layer calls this in each forward pass, because parameters may have been replaced.
+    The exchange sums a gradient over the group. `AverageOverReplicas` averages it over the
+    replicas, and a hook of the parameter divides it by the size of the group. A layer calls this
+    when it is created and in each forward pass, because parameters may have been replaced.
     """
-    average = _AVERAGES.setdefault(experts, _Average(experts, group))
-    average.ready.clear()
+    experts, group = layer.experts, layer.group
+    if isinstance(experts, Experts):
+        experts.average = None
+        if group.num_replicas > 1 and is_averaged(layer):
+            experts.average = partial(AverageOverReplicas.apply, group)
+    owner = weakref.ref(layer)
+
+    def divide(grad: Tensor) -> Tensor:
+        layer = owner()
+        return grad if layer is not None and not is_averaged(layer) else grad / group.size
+
     for parameter in experts.parameters():
-        if parameter.requires_grad and parameter not in _AVERAGED:
-            parameter.register_hook(average.divide)
-            if group.num_replicas > 1:
-                parameter.register_post_accumulate_grad_hook(average.reduce)
-            _AVERAGED[parameter] = True
-
-
-class _Average:
-    """Averages the gradients of one module in the backward pass.
-
-    The exchange has summed a gradient over the group, so each new gradient is divided by the size
-    of the group. Once all gradients of the module are accumulated, they are averaged over the
-    replicas, in the order of the parameters: the order in which gradients are computed may differ
-    between replicas. Earlier gradients are equal on all replicas, so their average is the same.
-    """
-
-    def __init__(self, experts: nn.Module, group: ExpertGroup) -> None:
-        self.experts = weakref.ref(experts)
-        self.group = group
-        self.ready: set[nn.Parameter] = set()
-
-    def divide(self, grad: Tensor) -> Tensor:
-        return grad / self.group.size
-
-    @torch.no_grad()
-    def reduce(self, parameter: nn.Parameter) -> None:
-        experts = self.experts()
-        if experts is None:
-            return
-        trained = [p for p in experts.parameters() if p.requires_grad]
-        self.ready.add(parameter)
-        if not self.ready.issuperset(trained):
-            return
-        self.ready.clear()
-        waits = []
-        for p in trained:
-            assert p.grad is not None
-            p.grad.div_(self.group.num_replicas)
-            operation = "average of expert gradients over replicas"
-            waits.append(self.group.replicas.start_all_reduce(p.grad, operation))
-        for wait in waits:
-            wait()
+        if group.size > 1 and parameter.requires_grad and parameter not in _DIVIDED:
+            parameter.register_hook(divide)
+            _DIVIDED[parameter] = True
 
 
 def needs_average(experts: nn.Module, group: ExpertGroup) -> bool:
@@ -178,7 +159,19 @@ def _note_gradient(parameter: Tensor) -> None:
     if layer is None or layer.group.averaged_elsewhere:
         return
     if needs_average(layer.experts, layer.group):
-        _UNAVERAGED[parameter] = parameter._version
+        version = parameter._version
+        _UNAVERAGED[parameter] = version
+
+        def check() -> None:
+            if parameter._version != version:
+                raise ValueError(
+                    f"{_name_of(layer)}: a hook has updated an expert in the backward pass, with a"
+                    f" gradient that is not averaged over {layer.group.num_ranks} ranks: update"
+                    " experts after moe_core.finish_gradients(model, max_norm), or let the backward"
+                    " pass average them (built-in experts, group.for_torch_tools)"
+                )
+
+        Variable._execution_engine.queue_callback(check)  # at the end of the backward pass
 
 
 def _check_averaged(layer: HasExperts) -> None:
@@ -190,7 +183,7 @@ def _check_averaged(layer: HasExperts) -> None:
         version = _UNAVERAGED.get(parameter, parameter._version)
         if parameter.grad is not None and parameter._version != version:
             warnings.warn(
-                f"{_name_of(layer, None)}: experts.{name} has changed since a backward pass whose"
+                f"{_name_of(layer)}: experts.{name} has changed since a backward pass whose"
                 f" gradients are not averaged over {layer.group.num_ranks} ranks. If it was updated"
                 " with them, the ranks differ: create the model again (and load its weights), and"
                 " call moe_core.finish_gradients(model, max_norm) between the backward pass and the"
@@ -211,7 +204,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             continue
         names = [name for name, p in layer.experts.named_parameters() if p is parameter]
         raise ValueError(
-            f"{_name_of(layer, None)}: the gradient of {', '.join(names)} is not averaged over"
+            f"{_name_of(layer)}: the gradient of {', '.join(names)} is not averaged over"
             f" {layer.group.num_ranks} ranks: call moe_core.finish_gradients(model, max_norm)"
             " between the backward pass and the optimiser's step"
         )
@@ -306,6 +299,7 @@ def localize_state(layer: HasExperts, state: dict[str, Any], prefix: str, *_) ->
         ValueError: the experts are those of other ranks.
     """
     set_averaged(layer.experts.parameters())  # a gradient of the values before
+    average_in_backward(layer)  # the parameters may be new
     if layer.group.size == 1:
         return
     for name, tensor in state.items():
@@ -314,7 +308,9 @@ def localize_state(layer: HasExperts, state: dict[str, Any], prefix: str, *_) ->
 
 
 def register_experts(layer: HasExperts) -> None:
-    """Let optimisers find the layer of its parameters, and watch gradients that need averages."""
+    """Average gradients in the backward pass, let optimisers find the layer of its parameters, and
+    watch gradients that need averages."""
+    average_in_backward(layer)
     if needs_average(layer.experts, layer.group):
         _watch_gradients(layer)
     if layer.group.size > 1 and layer.group.for_torch_tools:
@@ -374,25 +370,27 @@ def _layout(layer: HasExperts, device_type: str) -> tuple[DeviceMesh, list[Shard
 
 
 def before_pass(layer: HasExperts) -> None:
-    """Check the ranks, and average the gradients of this pass. Called in each forward pass of a
-    layer whose experts are distributed or have replicas.
-
-    Raises:
-        ValueError: weights that should be equal differ between ranks.
-    """
+    """Average the gradients of this pass. Called in each forward pass of a layer whose experts are
+    distributed or have replicas."""
     if torch.compiler.is_compiling():  # experts that only have replicas
         return
-    group = layer.group
     if not torch.is_grad_enabled():
         return
     register_experts(layer)
     if layer.training:
         _check_averaged(layer)
-    if group.size == 1 or not group.for_torch_tools:
+
+
+def after_pass(layer: HasExperts) -> None:
+    """Check the ranks in some of the training passes, after the pass has shown that they call the
+    same layer.
+
+    Raises:
+        ValueError: weights that should be equal differ between ranks.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and layer.training):
         return
-    if not needs_average(layer.experts, group):
-        average_in_backward(layer.experts, group)
-    if not layer.training:
+    if layer.group.size == 1 or not layer.group.for_torch_tools:
         return
     passes = layer.num_training_passes
     layer.num_training_passes += 1
@@ -413,9 +411,10 @@ def _check_ignored(parallel: nn.Module, name: str, model: nn.Module) -> None:
     shared = dict(model.named_parameters())
     for ignored in parallel.parameters_to_ignore:
         shared.pop(ignored, None)
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         if not isinstance(layer, HasExperts) or layer.group.size == 1:
             continue
+        layer.name_in_model = name or layer.name_in_model
         own = set(layer.experts.parameters())
         wrong = _first_own({n: p for n, p in shared.items() if p in own}, layer.group)
         if wrong is not None:
@@ -443,7 +442,7 @@ def _check_equal(layer: HasExperts, parallel: DistributedDataParallel | None) ->
     difference = layer.group.ranks.first_difference(router)
     if difference is not None:
         raise ValueError(
-            f"{_name_of(layer, parallel)}: the router's weights differ between the ranks of the"
+            f"{_name_of(layer)}: the router's weights differ between the ranks of the"
             f" {layer.group}, so shared parameters were updated differently: train within"
             " DistributedDataParallel(moe_core.ignore_experts(model)) or FSDP2, clip with"
             " moe_core.clip_gradients in place of torch.nn.utils.clip_grad_norm_, and skip a step"
@@ -453,17 +452,16 @@ def _check_equal(layer: HasExperts, parallel: DistributedDataParallel | None) ->
         return
     if layer.group.replicas.first_difference(dict(layer.experts.named_parameters())) is not None:
         raise ValueError(
-            f"{_name_of(layer, parallel)}: the experts differ between replicas: call"
+            f"{_name_of(layer)}: the experts differ between replicas: call"
             " moe_core.finish_gradients(model, max_norm) once before each optimiser step"
         )
 
 
-def _name_of(layer: HasExperts, parallel: DistributedDataParallel | None) -> str:
-    if parallel is not None:
-        for name, module in parallel.module.named_modules():
-            if module is layer and name:
-                return name
-    return f"MoELayer of {layer.config.num_experts} experts (model_dim {layer.config.model_dim})"
+def _name_of(layer: HasExperts) -> str:
+    config = layer.config
+    return layer.name_in_model or (
+        f"MoELayer of {config.num_experts} experts (model_dim {config.model_dim})"
+    )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_) -> None:

@@ -175,7 +175,9 @@ def equal_tokens(model: nn.Module) -> Iterator[None]:
     one collective per call. Except with r = 0, the host waits for its result.
 
     If the guarantee is broken, ranks use different capacities. A static exchange and "auto" then
-    fail or wait until the timeout. With r = 0 the ranks drop tokens by different limits.
+    fail or wait until the timeout. With r = 0 the ranks drop tokens by different limits. A static
+    exchange has then no message in which ranks compare the layers that they call: a difference is
+    noticed in the next message of the group.
 
     >>> with equal_tokens(model):
     ...     model(batch)  # every rank has the same number of images, all of the same size
@@ -274,10 +276,10 @@ def average_expert_gradients(model: nn.Module) -> None:
     averaged: set[nn.Parameter] = set()  # layers may have the same experts
     for layer in moe_layers(model).values():
         group = layer.group
-        if group.num_ranks == 1:
+        if group.num_ranks == 1 or is_averaged(layer):
             continue
         for parameter in layer.experts.parameters():
-            if parameter in averaged or is_averaged(parameter):
+            if parameter in averaged:
                 continue
             averaged.add(parameter)
             set_averaged([parameter])
@@ -372,7 +374,7 @@ def _sum_over_ranks(
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     groups = [layer.group for layer in moe_layers(model).values()]
-    expert_ranks = {group.process_group: group.ranks for group in groups}
+    expert_calls = {group.process_group: group.calls for group in groups}
     for process_group, parameters in _parameters_by_group(model).items():
         part = torch.zeros((), device=device)
         with_gradients = [p for p in parameters if p.grad is not None]
@@ -380,8 +382,10 @@ def _sum_over_ranks(
             part = part_of(with_gradients)
         # Replicas have equal gradients, so only one expert group is summed.
         if process_group is not None and process_group.size() > 1:
-            if process_group in expert_ranks:
-                expert_ranks[process_group].all_reduce(part, operation)
+            if process_group in expert_calls:
+                calls = expert_calls[process_group]
+                summed = calls.ranks.all_reduce(calls.with_history(part), operation)
+                part = calls.without_history(summed, part)
             else:
                 dist.all_reduce(part, group=process_group)
         total = total + part

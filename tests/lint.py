@@ -55,6 +55,9 @@ KNOWN = {
     "torch.distributed._symmetric_memory",
     "torch.distributed._symmetric_memory.empty",
     "torch.distributed._symmetric_memory.rendezvous",
+    # What runs at the end of the backward pass; torch's own FSDP2 uses it.
+    "torch.autograd.Variable._execution_engine",
+    "torch.autograd.Variable._execution_engine.queue_callback",
     # The only way to keep DistributedDataParallel from overwriting distributed experts, and to see
     # that it has; torch's documentation of DDP's ignored parameters names the first.
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
@@ -93,6 +96,7 @@ RANKS = [
     "moe_core.parallel.machine",
     "moe_core.parallel.strategy",
     "moe_core.parallel.comm_stream",
+    "moe_core.parallel.calls",
     "moe_core.parallel.groups",
     "moe_core.parallel.algorithm",
     "moe_core.parallel.hierarchical",

@@ -28,6 +28,7 @@ from moe_core.config import MoEConfig
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import DispatchPlan, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
+from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.chunks import ChunkLayout, plan_received
 from moe_core.parallel.gather import gather_weights
 from moe_core.parallel.groups import ExpertGroup
@@ -42,17 +43,20 @@ class Agreement(NamedTuple):
         capacity: the largest number of rows of one rank for one expert, for `make_plan`; None: no
             limit.
         messages: the exchanged numbers of choices; None if the ranks exchange no numbers.
+        call: the pass of the layer; None: one rank.
     """
 
     capacity: int | Tensor | None
     messages: "Messages | None" = None
+    call: LayerCall | None = None
 
 
 class Messages(NamedTuple):
     """The messages that the ranks exchange before the rows, as tables on the device.
 
-    A message has n = E_l + 2 columns: the number of the sender's rows for each expert of the
-    receiver, without the capacity limit; the receiver's index among the sharers of an expert's rows
+    A message has n = E_l + 4 columns: the number of the sender's rows for each expert of the
+    receiver, without the capacity limit; the two tags of the sender's call
+    (`LayerCall.tags`); the receiver's index among the sharers of an expert's rows
     (`ChunkLayout.sharers`); and T of the sender.
     """
 
@@ -78,11 +82,21 @@ class Exchange(ABC):
     """
 
     @abstractmethod
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
+    def agree(
+        self,
+        expert_ids: Tensor,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None = None,
+    ) -> Agreement:
         """Compute the capacity from the largest number of tokens of a rank.
 
         Args:
             expert_ids: [T, K].
+            call: compared over the ranks, here or in `__call__`; None: one rank.
+
+        Raises:
+            ValueError: as LayerCall.check.
         """
 
     @abstractmethod
@@ -119,22 +133,28 @@ class Local(Exchange):
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
+    def agree(
+        self,
+        expert_ids: Tensor,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None = None,
+    ) -> Agreement:
         num_tokens = expert_ids.shape[0]  # with len it would be a constant in torch.export
         num_experts = self.config.num_experts
         return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
-        gates, plan, _ = choices
+        gates, plan, agreement = choices
         if isinstance(experts, Experts):
-            weights = self._weights(experts, tokens.dtype)
+            weights = self._weights(experts, tokens.dtype, agreement.call)
             return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
         rows = dispatch(tokens, plan, self.config.kernels)  # [N, M]
         rows = apply_experts(experts, rows, plan.offsets)
         return combine(rows, gates, plan, self.config.kernels)
 
     def _weights(
-        self, experts: Experts, dtype: torch.dtype
+        self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
     ) -> Callable[[], ComputedWeights] | None:
         """A function that the experts call for the weights to use; None: their own weights."""
         return None
@@ -148,25 +168,35 @@ class GatheredWeights(Local):
         self.group = row_exchange.group
         self.owners = row_exchange.gathering_ranks()
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
+    def agree(
+        self,
+        expert_ids: Tensor,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None = None,
+    ) -> Agreement:
         if capacity_factor == 0:
-            return Agreement(None)
-        num_tokens = len(expert_ids)
+            return Agreement(None, call=call)
+        most_tokens: int | Tensor = len(expert_ids)
+        if not self.group.has_equal_tokens:
+            most_tokens = torch.full((), len(expert_ids), device=expert_ids.device)
+            self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
         num_experts = self.config.num_experts
-        if self.group.has_equal_tokens:
-            return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
-        most_tokens = torch.full((), num_tokens, device=expert_ids.device)
-        self.group.ranks.all_reduce(most_tokens, "maximum", dist.ReduceOp.MAX)
-        return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
+        capacity = expert_capacity(most_tokens, num_experts, top_k, capacity_factor)
+        return Agreement(capacity, call=call)
 
-    def _weights(self, experts: Experts, dtype: torch.dtype) -> Callable[[], ComputedWeights]:
-        return partial(self._gather, experts, dtype)
+    def _weights(
+        self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
+    ) -> Callable[[], ComputedWeights]:
+        return partial(self._gather, experts, dtype, call)
 
-    def _gather(self, experts: Experts, dtype: torch.dtype) -> ComputedWeights:
+    def _gather(
+        self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
+    ) -> ComputedWeights:
         weights: ComputedWeights | None = None
         if self.group.take_gathered is not None:
-            weights = self.group.take_gathered(experts, dtype)
-        return weights or gather_weights(experts, self.group, 0, dtype, self.owners)
+            weights = self.group.take_gathered(experts, dtype, call)
+        return weights or gather_weights(experts, self.group, 0, dtype, self.owners, call)
 
 
 class Chunk(NamedTuple):
@@ -193,30 +223,44 @@ class Exchanged(Exchange):
         self.strategy = strategy
         self.layout = ChunkLayout.of(config.num_experts, self.group.size, strategy)
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
+    def agree(
+        self,
+        expert_ids: Tensor,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None = None,
+    ) -> Agreement:
         counts = count_choices(expert_ids, self.config.num_experts)
-        messages = self._exchange_messages(counts, len(expert_ids), top_k, capacity_factor)
-        return Agreement(messages.capacity, messages)
+        messages = self._exchange_messages(counts, len(expert_ids), top_k, capacity_factor, call)
+        return Agreement(messages.capacity, messages, call)
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
         kernels = self.config.kernels
         gates, plan, agreement = choices
         assert agreement.messages is not None
-        chunks = self._chunks(agreement.messages)
+        chunks = self._chunks(agreement.messages, agreement.call)
         num_sent = sum(int(chunk.rows.send.sum()) for chunk in chunks)  # r N
         plan = self.layout.arrange(plan, num_sent // self.strategy.r)
         rows = dispatch(tokens, plan, kernels)  # [r N, M]
-        rows = self._through_experts(rows, chunks, self._expert_function(experts, tokens.dtype))
+        function = self._expert_function(experts, tokens.dtype)
+        rows = self._through_experts(rows, chunks, function, agreement.call)
         gates = gates.repeat_interleave(self.strategy.r, dim=1)  # [T, K r]
         return combine(rows, gates, plan, kernels)
 
     def _exchange_messages(
-        self, counts: Tensor, num_tokens: int, top_k: int, capacity_factor: float | Tensor
+        self,
+        counts: Tensor,
+        num_tokens: int,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None,
     ) -> Messages:
         """Tell every rank the number of choices of its experts, from `counts` [E]. The capacity
         limits the rows later."""
         by_rank = self.layout.by_rank(counts)  # [W, E_l]
-        sent = F.pad(by_rank, (0, 2), value=num_tokens)  # [W, E_l + 2]
+        sent = F.pad(by_rank, (0, 4), value=num_tokens)  # [W, E_l + 4]
+        if call is not None:
+            sent[:, -4:-2] = call.tags(counts.device)
         sent[:, -2] = self.layout.sharers(counts.device)
         received, relayed = self.row_exchange.exchange_counts(sent)
         most_tokens = received[:, -1].max()
@@ -225,9 +269,15 @@ class Exchanged(Exchange):
         tables = [t for t in (sent, received, relayed, capacity) if t is not None]
         return Messages(sent, received, relayed, capacity, start_host_copy(tables))
 
-    def _chunks(self, messages: Messages) -> list[Chunk]:
-        """The numbers of rows that each chunk sends and receives."""
+    def _chunks(self, messages: Messages, call: LayerCall | None) -> list[Chunk]:
+        """The numbers of rows that each chunk sends and receives.
+
+        Raises:
+            ValueError: as LayerCall.check.
+        """
         tables = messages.on_host()
+        if call is not None:
+            call.check(tables[1][:, -4:-2])
         capacity = None
         if messages.capacity is not None:
             capacity = tables.pop()
@@ -242,7 +292,7 @@ class Exchanged(Exchange):
 
     def _chunk_sizes(self, messages: Tensor, capacity: Tensor | None) -> Tensor:
         """messages [..., n] -> the numbers of rows [..., E_l, d] after the capacity limit."""
-        counts = messages[..., :-2]
+        counts = messages[..., :-4]
         if capacity is not None:
             counts = torch.minimum(counts, capacity)
         return self.layout.chunk_sizes(counts, messages[..., -2:-1])
@@ -268,11 +318,16 @@ class Exchanged(Exchange):
         return run
 
     def _through_experts(
-        self, rows: Tensor, chunks: list[Chunk], experts: Callable[[Tensor, Tensor], Tensor]
+        self,
+        rows: Tensor,
+        chunks: list[Chunk],
+        experts: Callable[[Tensor, Tensor], Tensor],
+        call: LayerCall | None,
     ) -> Tensor:
         """rows [r N, M] in the order of sending -> the experts' results in the same order."""
-        dispatches = [PendingExchange(self.row_exchange, chunk.rows) for chunk in chunks]
-        returns = [PendingExchange(self.row_exchange, chunk.rows, back=True) for chunk in chunks]
+        exchange = self.row_exchange
+        dispatches = [PendingExchange(exchange, chunk.rows) for chunk in chunks]
+        returns = [PendingExchange(exchange, chunk.rows, True, call) for chunk in chunks]
         rows_of_chunks = rows.split([int(chunk.rows.send.sum()) for chunk in chunks])
         sent = []
         for pending, chunk_rows in zip(dispatches, rows_of_chunks, strict=True):
@@ -299,10 +354,19 @@ class StaticExchange(Exchanged):
     2206.03382, section 3.3.
     """
 
-    def agree(self, expert_ids: Tensor, top_k: int, capacity_factor: float | Tensor) -> Agreement:
-        most_tokens = self.group.most_tokens(len(expert_ids), expert_ids.device)
+    def agree(
+        self,
+        expert_ids: Tensor,
+        top_k: int,
+        capacity_factor: float | Tensor,
+        call: LayerCall | None = None,
+    ) -> Agreement:
+        most_tokens = self.group.most_tokens(len(expert_ids), expert_ids.device, call)
+        if self.group.has_equal_tokens and call is not None:
+            call.begin()
         num_experts = self.config.num_experts
-        return Agreement(expert_capacity(most_tokens, num_experts, top_k, capacity_factor))
+        capacity = expert_capacity(most_tokens, num_experts, top_k, capacity_factor)
+        return Agreement(capacity, call=call)
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
         kernels = self.config.kernels
@@ -319,7 +383,8 @@ class StaticExchange(Exchanged):
             num_places = len(places.padded.choices)
             rows = tokens.new_zeros(num_places, tokens.shape[1]) + tokens.sum()
         chunks = self._static_chunks(capacity, tokens.device)
-        rows = self._through_experts(rows, chunks, self._expert_function(experts, tokens.dtype))
+        function = self._expert_function(experts, tokens.dtype)
+        rows = self._through_experts(rows, chunks, function, agreement.call)
         rows = dispatch(rows, places.returned, kernels)  # [N, M]
         return combine(rows, gates, plan, kernels)
 

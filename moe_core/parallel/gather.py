@@ -18,6 +18,7 @@ from moe_core.config import ExpertShard
 from moe_core.context import expert_dtype, first_derivative_only, in_backward
 from moe_core.experts import ComputedWeights, Experts
 from moe_core.ops import ExpertWeights, Int8Weights
+from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.comm_stream import Wait
 from moe_core.parallel.groups import ExpertGroup, RankSubset
 
@@ -28,6 +29,7 @@ def gather_weights(
     r: int,
     dtype: torch.dtype,
     owners: RankSubset | None = None,
+    call: LayerCall | None = None,
 ) -> ComputedWeights:
     """The weights that this rank computes with under strategy r, in `dtype`.
 
@@ -39,6 +41,10 @@ def gather_weights(
     Args:
         owners: the ranks that gather each other's weights, with their collectives. None: ranks of
             `group` that use torch.distributed.
+        call: compared over the ranks in the gather of the smallest parameter, only with r = 0.
+
+    Raises:
+        ValueError: as LayerCall.check.
     """
     config, shard = experts.config, experts.shard
     num_gathered = group.size if r == 0 else shard.num_parts // r
@@ -50,8 +56,12 @@ def gather_weights(
         if r == 0:
             num_experts = config.num_experts
 
+        smallest = min(p.numel() for p in experts.parameters_by_field.tensors())
+        calls = iter([call])
+
         def gather(parameter: Tensor) -> Tensor:
-            return join(_Gather.apply(parameter, sharing, dtype), parameter, num_experts)
+            own = next(calls, None) if parameter.numel() == smallest else None
+            return join(_Gather.apply(parameter, sharing, dtype, own), parameter, num_experts)
 
         weights = experts.weights(dtype, gather, num_gathered)
     b2 = weights.b2
@@ -89,17 +99,34 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, parameter, owners, dtype):
+    def forward(ctx, parameter, owners, dtype, call):
         ctx.owners = owners
         ctx.dtype = parameter.dtype
-        return _gather(parameter.to(dtype), owners)
+        ctx.call = call
+        if call is None:
+            return _gather(parameter.to(dtype), owners)
+        return _gather_with_tags(parameter.to(dtype), owners, call)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad):
         owners = ctx.owners
+        if ctx.call is not None:
+            ctx.call.begin(backward=True)
         with owners.group.ranks.named_errors("reduce-scatter of expert gradients"):
-            return owners.reduce_scatter(grad.to(ctx.dtype)), None, None
+            return owners.reduce_scatter(grad.to(ctx.dtype)), None, None, None
+
+
+def _gather_with_tags(tensor: Tensor, owners: RankSubset, call: LayerCall) -> Tensor:
+    """As `_gather`. The ranks also compare their calls, except on a GPU: the host would wait."""
+    if tensor.is_cuda:
+        call.begin()
+        return _gather(tensor, owners)
+    tags = call.tags(tensor.device).view(tensor.dtype)
+    gathered = _gather(torch.cat([tensor.flatten(), tags]), owners).view(owners.size, -1)
+    tensors, of_ranks = gathered.split([tensor.numel(), len(tags)], dim=1)
+    call.check(of_ranks.contiguous().view(torch.int64))
+    return tensors.contiguous().view(-1, *tensor.shape[1:])
 
 
 def _gather(tensor: Tensor, owners: RankSubset) -> Tensor:
@@ -125,7 +152,9 @@ class GatherAhead:
         self._pending: dict[Experts, PendingWeights] = {}
         self._begin_next(dtype)
 
-    def take(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights | None:
+    def take(
+        self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
+    ) -> ExpertWeights | None:
         """The gathered weights of `experts`; None if no gather was started, or in another dtype.
 
         The gather of the next layer's weights starts before this call waits. A pass inside of a
@@ -142,9 +171,11 @@ class GatherAhead:
         if pending is None:
             return None
         self._begin_next()
-        weights = pending.finish()
+        weights = pending.finish(call)
         if pending.dtype != dtype:
             return None
+        if call is not None:
+            call.begin()
         return weights
 
     def _begin_next(self, dtype: torch.dtype | None = None) -> None:
@@ -184,13 +215,15 @@ class PendingWeights:
         self._group = group
         self._ranks = group.all_ranks()
         self._num_experts = experts.config.num_experts
-        self._fields = experts.parameters_by_field
+        self._fields = experts.averaged(experts.parameters_by_field)
         self._parameters = self._fields.tensors()
         self._wait: Wait | None = None
+        self._call: LayerCall | None = None
         self._token = _Begin.apply(self, *self._parameters)
 
-    def finish(self) -> ExpertWeights:
-        """Wait for the weights of all experts."""
+    def finish(self, call: LayerCall | None = None) -> ExpertWeights:
+        """Wait for the weights of all experts. `call` records that the backward pass starts."""
+        self._call = call
         return self._fields.with_tensors(list(_Finish.apply(self._token, self)))
 
     def start_gather(self) -> None:
@@ -205,6 +238,8 @@ class PendingWeights:
 
     def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> None:
         """Start the reduction of the gradients of the gathered weights [E, ...]."""
+        if self._call is not None:
+            self._call.begin(backward=True)
 
         def run(*gradients: Tensor) -> tuple[Tensor, ...]:
             sums = []

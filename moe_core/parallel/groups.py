@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
+from moe_core.context import first_derivative_only
+from moe_core.parallel.calls import Calls, LayerCall
 from moe_core.parallel.comm_stream import CommStream
 from moe_core.parallel.strategy import check_ranks_per_node
 from moe_core.ranks import CollectiveError, Ranks, device_of
@@ -153,6 +155,8 @@ class ExpertGroup:
     Attributes:
         ranks: the collectives of this group.
         replicas: the collectives of the replicas (of one rank if there are none).
+        calls: compares which layers the ranks call.
+        calls_of_replicas: the same of the replicas, for their averages of gradients.
         comm_stream: runs exchanges concurrently with the experts' work.
         num_ranks: all data-parallel ranks: those of the group, times the replicas.
         for_torch_tools: the backward pass averages expert gradients over all ranks (of experts
@@ -192,6 +196,8 @@ class ExpertGroup:
         self.timeout = timeout or default_pg_timeout
         self.ranks = Ranks(process_group, description)
         self.replicas = Ranks(replicas, description)
+        self.calls = Calls.of(self.ranks)
+        self.calls_of_replicas = Calls.of(self.replicas)
         if ranks_per_node is not None:
             check_ranks_per_node(ranks_per_node, self.size)
         self._given_ranks_per_node = ranks_per_node
@@ -236,15 +242,30 @@ class ExpertGroup:
                 self.replicas.broadcast(value, "broadcast of the first replica's experts")
                 parameter.copy_(value)
 
-    def most_tokens(self, num_tokens: int, device: torch.device) -> int:
+    def most_tokens(
+        self, num_tokens: int, device: torch.device, call: LayerCall | None = None
+    ) -> int:
         """The largest number of tokens of a rank in this call of a layer.
 
         This is a collective, and the host waits for its result. Within `moe_core.equal_tokens` it
         returns `num_tokens` without communication.
+
+        Args:
+            call: compared over the ranks in the same collective.
+
+        Raises:
+            ValueError: as LayerCall.check.
         """
         if self.has_equal_tokens:
             return num_tokens
-        return self.ranks.max(num_tokens, device)
+        if call is None:
+            return self.ranks.max(num_tokens, device)
+        tags = call.tags(device)
+        values = torch.cat([torch.full((1,), num_tokens, device=device), tags, ~tags])
+        self.ranks.all_reduce(values, "maximum", dist.ReduceOp.MAX)
+        most_tokens, *largest, third, fourth = values.tolist()
+        call.check(torch.tensor([largest, [~third, ~fourth]], device="cpu"))
+        return most_tokens
 
     # The subsets of the group. The first three are for work on the communication stream, the last
     # is for the caller's stream or thread.
@@ -330,6 +351,39 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _AllReduce.apply(grad, ctx.ranks), None
+
+
+class AverageOverReplicas(torch.autograd.Function):
+    """The parameters of one module of experts, whose gradients are averaged over the replicas.
+
+    One node has all of them: their gradients are averaged in one order, although the order in which
+    they are computed may differ between replicas.
+    """
+
+    @staticmethod
+    def forward(ctx, group, experts, *parameters):
+        ctx.experts, ctx.group = experts, group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *gradients):
+        replicas, calls = ctx.group.replicas, ctx.group.calls_of_replicas
+        calls.record(ctx.experts, backward=True)
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
+        smallest = min(needed, key=lambda i: gradients[i].numel())
+        sums, waits = {}, []
+        for i in needed:
+            sums[i] = (gradients[i] / replicas.size).contiguous()
+            if i == smallest:
+                sums[i] = calls.with_history(sums[i])
+            waits.append(
+                replicas.start_all_reduce(sums[i], "average of expert gradients over replicas")
+            )
+        for wait in waits:
+            wait()
+        sums[smallest] = calls.without_history(sums[smallest], gradients[smallest])
+        return None, None, *(sums.get(i) for i in range(len(gradients)))
 
 
 def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_core.context import first_derivative_only
 from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
+from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.comm_stream import Wait, Work
 from moe_core.parallel.groups import ExpertGroup, RankSubset
 from moe_core.registry import ALL_TO_ALLS
@@ -113,12 +114,20 @@ class PendingExchange:
 
     Args:
         back: whether the rows return to the ranks that they came from.
+        call: records that the backward pass starts.
     """
 
-    def __init__(self, exchange: RowExchange, counts: RowCounts, back: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: RowExchange,
+        counts: RowCounts,
+        back: bool = False,
+        call: LayerCall | None = None,
+    ) -> None:
         self._exchange = exchange
         self._counts = counts
         self._back = back
+        self._call = call
         self._wait: Callable[[], Tensor] | None = None
 
     def depart(self, rows: Tensor) -> Tensor:
@@ -130,6 +139,8 @@ class PendingExchange:
         return _Arrive.apply(token, self)
 
     def start(self, rows: Tensor, gradient: bool = False) -> None:
+        if gradient and self._call is not None:
+            self._call.begin(backward=True)
         self._wait = self._exchange.start(rows, self._counts, self._back != gradient)
 
     def finish(self) -> Tensor:

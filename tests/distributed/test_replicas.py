@@ -4,6 +4,7 @@ what they send."""
 # W ranks of the world, S ranks of an expert group, E experts, M model dim, H hidden dim, T tokens
 # of a rank, N rows
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,99 @@ def unused_expert_of_one_replica(rank: int) -> None:
 
 def test_an_expert_that_only_one_replica_used(run_processes):
     run_processes(unused_expert_of_one_replica, 2, seconds=30)
+
+
+def train_by_hand(rank: int, group: ExpertGroup, strategy: ParallelStrategy) -> Model:
+    """Two accumulated batches for each step; the update is after the backward pass."""
+    model = Model(group, 4)
+    for step in range(3):
+        wrapped = wrap(model)
+        for batch in range(2):
+            wrapped(tokens(rank, 2 * step + batch), strategy).backward()
+        with torch.no_grad():
+            for parameter in expert_parameters(model).values():
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+        model.zero_grad()
+    return model
+
+
+class Updates:
+    """Hooks of the experts' gradients: an optimiser in the backward pass, as torchtune's, that
+    updates with the sum of two accumulated gradients; and a reader of each gradient."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.read: dict[Tensor, Tensor] = {}
+        self.sums: dict[Tensor, list[Tensor]] = {parameter: [] for parameter in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.update)
+            parameter.register_hook(partial(self.read.__setitem__, parameter))
+
+    def update(self, parameter: Tensor) -> None:
+        assert torch.equal(parameter.grad, self.read.pop(parameter))
+        self.sums[parameter].append(parameter.grad)
+        parameter.grad = None
+        if len(self.sums[parameter]) == 2:
+            with torch.no_grad():
+                parameter.sub_(0.1 * sum(self.sums[parameter]))
+            self.sums[parameter].clear()
+
+
+def hooks_get_averages(rank: int) -> None:
+    """The hooks of a user see what an optimiser after the backward pass sees."""
+    group = make_expert_groups(2)
+    for strategy in (ParallelStrategy(1, 2), ParallelStrategy(0)):
+        expected = train_by_hand(rank, group, strategy)
+        with torch.device("meta"):
+            model = Model(group, 4)  # its parameters are replaced
+        model.to_empty(device="cpu").load_state_dict(Model(group, 4).state_dict())
+        experts = expert_parameters(model)
+        Updates(list(experts.values()))
+        for step in range(3):
+            wrapped = wrap(model)
+            for batch in range(2):
+                wrapped(tokens(rank, 2 * step + batch), strategy).backward()
+            model.zero_grad()
+        for name, parameter in experts.items():
+            close = {"rtol": 1e-9, "atol": 1e-12}
+            torch.testing.assert_close(parameter, expected.get_parameter(name), **close)
+        assert_replicas_equal(model, group)
+
+
+def hooks_before_the_average(rank: int) -> None:
+    """Where a call averages the gradients, an update in the backward pass is an error."""
+    group = make_expert_groups(2)
+    group.for_torch_tools = False
+    model = Model(group, 4)
+
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(0.1 * parameter.grad)
+        parameter.grad = None
+
+    read = []
+    for parameter in expert_parameters(model).values():
+        parameter.register_post_accumulate_grad_hook(lambda p: read.append(p.grad.norm()))
+    model(tokens(rank, 0)).backward()  # to read is allowed
+    for parameter in expert_parameters(model).values():
+        parameter.register_post_accumulate_grad_hook(update)
+    with pytest.raises(ValueError, match=r"updated an expert in the backward .*finish_gradients"):
+        model(tokens(rank, 1)).backward()
+
+
+def replicas_that_run_different_layers(rank: int) -> None:
+    """The ranks of each expert group call the same layer, their replicas another."""
+    group = make_expert_groups(2)
+    layers = [make_layer(seed, group=group, capacity_factor=0.0) for seed in range(2)]
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for layer in layers:
+        layer(x)[0].sum().backward()
+    with pytest.raises(ValueError, match="the ranks ran different passes of MoE layers"):
+        layers[group.replica](x)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    "check", [hooks_get_averages, hooks_before_the_average, replicas_that_run_different_layers]
+)
+def test_hooks_of_the_user(check, run_processes):
+    run_processes(check, 4)
