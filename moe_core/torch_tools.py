@@ -248,13 +248,15 @@ class ExpertShards(DTensor):
 
     def __deepcopy__(self, memo: dict) -> DTensor:
         copy = self.detach().clone()
+        copy.__class__ = type(self)
         assert isinstance(copy, DTensor)
-        return _guarded(copy)
+        return copy
 
 
-def _guarded(tensor: DTensor) -> DTensor:
-    tensor.__class__ = ExpertShards
-    return tensor
+class SharedStatistics(ExpertShards):
+    """A value that an optimiser keeps for all experts of a rank together, once for each of them."""
+
+    __slots__ = ()
 
 
 def _sharded(tensor: Tensor, layer: HasExperts) -> Tensor:
@@ -265,9 +267,15 @@ def _sharded(tensor: Tensor, layer: HasExperts) -> Tensor:
     shard = layer.shard
     if tensor.ndim < min(shard.num_parts, 2) or tensor.shape[:1] != (shard.num_experts,):
         return tensor
-    mesh, placements = _layout(layer, tensor.device.type)
+    return _from_local(tensor, *_layout(layer, tensor.device.type))
+
+
+def _from_local(
+    tensor: Tensor, mesh: DeviceMesh, placements: list[Shard], kind: type = ExpertShards
+) -> DTensor:
     sharded = DTensor.from_local(tensor.detach(), mesh, placements, run_check=False)
-    return _guarded(sharded)
+    sharded.__class__ = kind
+    return sharded
 
 
 def _local(tensor: Tensor, layer: HasExperts) -> Tensor:
@@ -321,9 +329,14 @@ def register_experts(layer: HasExperts) -> None:
 def _map_moments(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
-    convert: Callable[[Tensor, HasExperts], Tensor],
+    convert: Callable[[Tensor, HasExperts, nn.Parameter, Any], Tensor],
 ) -> dict[str, Any]:
-    """A copy of an optimiser's state dict, with the tensors of distributed experts converted."""
+    """A copy of an optimiser's state dict, with the tensors of distributed experts converted.
+
+    Args:
+        convert: its arguments are a tensor of the state, the layer and parameter that it belongs
+            to, and what the optimiser has now in its place, or None.
+    """
     parameters = _parameters_of(optimizer)
     keys = [key for group in state["param_groups"] for key in group["params"]]
     moments = dict(state["state"])
@@ -331,10 +344,11 @@ def _map_moments(
         layer = _LAYERS[parameter]() if parameter in _LAYERS else None
         if layer is None or key not in moments:
             continue
+        current = optimizer.state.get(parameter, {})
         converted = dict(moments[key])
         for name, value in converted.items():
             if isinstance(value, Tensor):
-                converted[name] = convert(value, layer)
+                converted[name] = convert(value, layer, parameter, current.get(name))
         moments[key] = converted
     return state | {"state": moments}
 
@@ -342,13 +356,46 @@ def _map_moments(
 def _shard_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Post-hook of an optimiser's `state_dict`: the moments of distributed experts become DTensors,
     as the weights do in `shard_state`."""
-    return _map_moments(optimizer, state, _sharded)
+    return _map_moments(optimizer, state, _sharded_moment)
 
 
 def _localize_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Pre-hook of an optimiser's `load_state_dict`: the inverse of `_shard_moments`, as
     `localize_state` is for weights."""
-    return _map_moments(optimizer, state, _local)
+    return _map_moments(optimizer, state, _local_moment)
+
+
+def _sharded_moment(tensor: Tensor, layer: HasExperts, parameter: nn.Parameter, _: Any) -> Tensor:
+    """A tensor that an optimiser keeps for this rank's experts, as a DTensor over the group.
+
+    Each rank has its own values, whatever their shape. A number (of steps) stays as it is. A value
+    for all experts of the rank, such as Adafactor's mean over them, is repeated for each expert, so
+    that other numbers of ranks can load it. Other shapes load on the same number of ranks.
+    """
+    if tensor.ndim == 0 or (tensor.numel() == 1 and tensor.ndim != parameter.ndim):
+        return tensor
+    mesh, placements = _layout(layer, tensor.device.type)
+    num_experts = layer.shard.num_experts
+    if tensor.ndim == parameter.ndim and tensor.shape[0] == 1 < num_experts:
+        each = tensor.repeat(num_experts, *[1] * (tensor.ndim - 1))
+        return _from_local(each, mesh, placements, SharedStatistics)
+    if tensor.ndim != parameter.ndim or tensor.shape[0] != num_experts:
+        placements = [Shard(0)] * mesh.ndim
+    return _from_local(tensor, mesh, placements)
+
+
+def _local_moment(
+    tensor: Tensor, layer: HasExperts, parameter: nn.Parameter, current: Any
+) -> Tensor:
+    """The inverse of `_sharded_moment`. A value for all experts of the rank is the mean of those
+    that were saved for them."""
+    local = _local(tensor, layer)
+    is_for_all = isinstance(current, Tensor) and current.shape != local.shape
+    is_for_all = is_for_all and current.shape == (1, *local.shape[1:])
+    if isinstance(tensor, SharedStatistics) or is_for_all:
+        first = local[:1]
+        return first + (local - first).mean(0, keepdim=True)  # exact if all are equal
+    return local
 
 
 def _layout(layer: HasExperts, device_type: str) -> tuple[DeviceMesh, list[Shard]]:

@@ -3,6 +3,7 @@
 # R ranks of the world, W ranks of an expert group
 
 import io
+import itertools
 import os
 from pathlib import Path
 
@@ -297,6 +298,62 @@ def through_checkpoints(rank: int, folder: Path) -> None:
 
 def test_torchs_checkpoints_load_on_any_number_of_ranks(run_processes, tmp_path):
     run_processes(through_checkpoints, 4, tmp_path)
+
+
+OPTIMIZERS = {
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), foreach=False),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), foreach=False),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=False),
+}
+
+
+def stepped(group, kind: str, steps: int) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net(group)
+    optimizer = OPTIMIZERS[kind](model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(0, step))["loss"].backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def states_of_optimizers(rank: int, folder: Path) -> None:
+    """A rank's own values come back on as many ranks. Others get those of their experts; a value
+    for all experts of a rank (Adafactor's mean over them, of a bias) becomes their mean."""
+    groups = {size: make_expert_groups(size) for size in (2, 4)}
+    for kind in OPTIMIZERS:
+        saved = {}
+        for size, group in groups.items():
+            model, optimizer = stepped(group, kind, 3)
+            dcp.save(state_of(model, optimizer), checkpoint_id=folder / f"{kind}{size}")
+            saved[size] = all_states(model, optimizer)
+        for (source, of_experts), group in itertools.product(saved.items(), groups.values()):
+            model, optimizer = stepped(group, kind, 1)
+            state = state_of(model, optimizer)
+            dcp.load(state, checkpoint_id=folder / f"{kind}{source}")
+            states = [state["model"], state["optimizer"]]
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+            for key, found in all_states(model, optimizer).items():
+                each = of_experts[key].repeat_interleave(4 // len(of_experts[key]), 0)  # expert
+                expected = each.unflatten(0, (len(found), -1)).mean(1)
+                torch.testing.assert_close(found, expected, **CLOSE, msg=str((kind, key)))
+
+
+def all_states(model: Net, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
+    """The states of the experts of all ranks of the group, [4, ...]; of a value for all experts of
+    a rank [W, ...]."""
+    states = {}
+    for name, parameter in expert_parameters(model).items():
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor) and value.ndim:
+                parts = [torch.empty_like(value) for _ in range(model.moe.group.size)]
+                dist.all_gather(parts, value.detach(), group=model.moe.group.process_group)
+                states[name, key] = torch.cat(parts)
+    return states
+
+
+def test_states_of_optimizers_load_on_other_numbers_of_ranks(run_processes, tmp_path):
+    run_processes(states_of_optimizers, 4, tmp_path)
 
 
 # --- trainers
