@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 # Words in the error messages of gloo: the path of a source file, or the reason why an operation
 # fails after an earlier timeout has closed its connection.
@@ -169,8 +170,20 @@ class Ranks:
                 raise
             raise CollectiveError(
                 f"{operation} failed on {self.description}: another process may have ended, or not"
-                f" joined {self.time_limit}; see its output ({error})"
+                f" joined {self.time_limit}; see its output{_way_out()} ({error})"
             ) from error
+
+
+def _way_out() -> str:
+    """What else helps inside of torch's Join, whose ranks may have ended with fewer batches."""
+    parallel = DistributedDataParallel._get_active_ddp_module()
+    if parallel is None or not parallel._join_config.enable:
+        return ""
+    return (
+        ". A rank without batches cannot compute its experts' part, also in torch's Join: give all"
+        " ranks equally many batches (DistributedSampler, drop_last=True), or end all ranks"
+        " together with Join(..., throw_on_early_termination=True)"
+    )
 
 
 def bit_sums(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,11 @@
 """Collectives of one rank, the errors of those that fail, and the names of groups of ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_core.parallel import CollectiveError, Ranks
 from moe_core.parallel.groups import _ranks_name
@@ -53,3 +56,13 @@ def test_ranks_are_named():
         ([3], "3"), ([0, 1, 2, 3], "0-3"), ([1, 9, 17, 25], "1-25 by 8"), ([4, 5], "4-5")
     ):  # fmt: skip
         assert _ranks_name(ranks) == name
+
+
+def test_inside_of_join_the_error_names_the_way_out(monkeypatch):
+    ranks = Ranks(None, "rank 0 of 1")
+    for is_enabled in (True, False):
+        parallel = SimpleNamespace(_join_config=SimpleNamespace(enable=is_enabled))
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", parallel)
+        with pytest.raises(CollectiveError) as caught, ranks.named_errors("exchange"):
+            raise dist.DistError("no answer")
+        assert ("throw_on_early_termination=True" in str(caught.value)) == is_enabled
