@@ -8,6 +8,7 @@ with the first small message of a pass, and must be equal on all ranks.
 # W ranks
 
 import math
+import weakref
 import zlib
 from typing import NoReturn
 from weakref import WeakKeyDictionary
@@ -36,12 +37,19 @@ class Calls:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+        self._size, self._description = ranks.size, ranks.description
+        # `_CALLS` must not keep the process group, which is its key.
+        self._process_group = ranks.process_group and weakref.ref(ranks.process_group)
         self.history = 0  # hash of all passes
         self._places: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by layer
         self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by experts
         self._num_created = 0
         self._num_called = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        process_group = self._process_group and self._process_group()
+        return Ranks(process_group, self._description)
 
     @staticmethod
     def of(ranks: Ranks) -> "Calls":
@@ -125,7 +133,7 @@ class Calls:
             ValueError: the ranks ran different passes; raised on all ranks.
         """
         values, parts = summed[: like.numel()], summed[like.numel() :]
-        if not torch.equal(parts, self._parts(like) * self.ranks.size):
+        if not torch.equal(parts, self._parts(like) * self._size):
             self.fail()
         return values.view(like.shape)
 
@@ -133,7 +141,7 @@ class Calls:
         """The bits of the history in numbers whose sums over the ranks are exact in the dtype."""
         if like.is_cuda:
             return like.new_empty(0)
-        bits = 1 - int(math.log2(torch.finfo(like.dtype).eps)) - self.ranks.size.bit_length()
+        bits = 1 - int(math.log2(torch.finfo(like.dtype).eps)) - self._size.bit_length()
         bits = max(bits, 1)
         parts = [self.history >> first & (1 << bits) - 1 for first in range(0, 48, bits)]
         return torch.tensor(parts, dtype=like.dtype, device=like.device)

@@ -1,6 +1,8 @@
 """Ranks of an expert group that call different layers, or run other passes, are told so."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -157,3 +159,17 @@ def without_messages(rank: int) -> None:
 
 def test_without_messages(run_processes):
     run_processes(without_messages, 2)
+
+
+def process_groups_end(rank: int) -> None:
+    process_group = dist.new_group([0, 1])
+    make_layer(group=process_group)(tokens())
+    reference = weakref.ref(process_group)
+    dist.destroy_process_group(process_group)
+    del process_group
+    gc.collect()
+    assert reference() is None
+
+
+def test_process_groups_end_with_their_last_reference(run_processes):
+    run_processes(process_groups_end, 2)
