@@ -32,8 +32,9 @@ SMALL += ["MODEL.MOE.BLOCKS", "[[],[0],[0]]", "MODEL.MOE.NUM_EXPERTS", "4"]
 
 
 def random_layer(**config) -> MoELayer:
+    """In fp64: a change is 1 less a quotient of sums, which fp32 rounds to some 1e-7."""
     torch.manual_seed(0)
-    layer = MoELayer(MoEConfig(DIM, HIDDEN, 6, **config)).eval()
+    layer = MoELayer(MoEConfig(DIM, HIDDEN, 6, **config)).double().eval()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.5)
@@ -44,13 +45,14 @@ def random_layer(**config) -> MoELayer:
 
 def smaller(layer: MoELayer, num_experts: int, tensors: dict) -> MoELayer:
     config = vars(layer.config) | {"num_experts": num_experts}
-    result = MoELayer(MoEConfig(**config)).eval()
+    result = MoELayer(MoEConfig(**config)).double().eval()
     result.load_state_dict(tensors)
     return result
 
 
 def tokens(seed: int, count: int = 600) -> torch.Tensor:
-    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, DIM, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
