@@ -4,7 +4,8 @@ import os
 import random
 import signal
 
-# As `make test` sets it. Commands would otherwise say how many threads a busy machine leaves them.
+# As `make test` sets it: the tensors of tests are tiny, a second thread only waits for the first.
+# Commands would otherwise say how many threads a busy machine leaves them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On a GPU: the tests themselves compare the kernels with torch.
 os.environ.setdefault("MOE_CORE_VERIFY", "0")
@@ -77,15 +78,6 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)  # noqa: NPY002 - what it seeds is numpy's global state
     torch.manual_seed(number)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """The tensors of tests are tiny: a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,10 @@ SMALL = (
     " TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 0 TRAIN.OPTIMIZER.EPS 1e-3"
 )
 GLOBAL_BATCH = 32
+# Losses and gradient norms of steps whose sums have other orders (other ranks, other parts). fp32's
+# eps is 6e-8: a sum of the 256 products of the widest layer is wrong by some 16 eps, and some 40
+# such sums follow each other: 40**0.5 * 16 * 6e-8 = 6e-6 of the value.
+SAME_STEPS = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
@@ -95,6 +99,11 @@ def save(trainer: Trainer, root: Path, **how) -> Path:
 
 def resume(trainer: Trainer, directory: Path) -> None:
     trainer.resume(open_checkpoint(directory, trainer.world))
+
+
+def assert_same_steps(found: list, expected: list) -> None:
+    """Of what `train_steps` returns, or columns of it."""
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **SAME_STEPS)
 
 
 def train_steps(trainer: Trainer, count: int) -> list[tuple[float, float, float]]:

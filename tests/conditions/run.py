@@ -4,6 +4,7 @@
     python tests/conditions/run.py torch        # kernels="torch" in place of "auto"
     python tests/conditions/run.py no-avx512    # without these instructions; as root
     python tests/conditions/run.py one-core
+    python tests/conditions/run.py sse          # each name of VARIABLES: sums as on other CPUs
 
 Other words go to pytest. Exits with 1 if anything failed. Other orders: `make test-random`.
 """
@@ -22,6 +23,21 @@ PYTEST = [sys.executable, "-m", "pytest", "-q"]
 PARALLEL = ["--numprocesses", "auto", "--maxprocesses", "4"]
 PARALLEL += ["--dist", "loadfile", "--no-loadscope-reorder", "--randomly-seed=1"]
 NO_TESTS = 5  # pytest's exit code where all are deselected
+# Libraries choose their instructions by the CPU, and so the order of their sums; these make them
+# choose others.
+OTHER_CPU = os.pathsep.join([str(HERE / "other_cpu"), str(ROOT)])
+OPENBLAS = {"OPENBLAS_CORETYPE": "Prescott", "OPENBLAS_NUM_THREADS": "1"}
+SSE = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
+AVX2 = {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+VARIABLES = {
+    "numpy": {"PYTHONPATH": OTHER_CPU, "TORCH_CHANGES": "numpy products", **OPENBLAS},
+    "sse": SSE,
+    "avx2": AVX2 | {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    "denormals": {"PYTHONPATH": OTHER_CPU, "TORCH_CHANGES": "flush denormals"},
+    "two-threads": {"OMP_NUM_THREADS": "2"},
+    "three-threads": {"OMP_NUM_THREADS": "3"},
+}
 
 
 def run(title: str, command: list[str], **variables: str) -> bool:
@@ -67,7 +83,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("condition", choices=["alone", "torch", "no-avx512", "one-core"])
+    parser.add_argument(
+        "condition", choices=["alone", "torch", "no-avx512", "one-core", *VARIABLES]
+    )
     args, options = parser.parse_known_args()
     whole = [*PYTEST, *PARALLEL, *options]
     if args.condition == "alone":
@@ -77,6 +95,8 @@ def main() -> None:
         passed = run('kernels="torch"', whole, PYTHONPATH=paths)
     elif args.condition == "no-avx512":
         passed = without_avx512(options)
+    elif args.condition in VARIABLES:
+        passed = run(args.condition, whole, **VARIABLES[args.condition])
     else:
         passed = run("one core", ["taskset", "-c", "0", *whole])
     sys.exit(not passed)

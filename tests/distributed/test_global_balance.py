@@ -5,12 +5,11 @@ are its gradients."""
 
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from moe_cases import make_layer, owned
 from torch import Tensor
-from trainer_cases import make_trainer, train_steps
+from trainer_cases import assert_same_steps, make_trainer, train_steps
 
 from moe_core import MoELayer, average_expert_gradients
 from moe_core.parallel import ExpertGroup, make_expert_groups
@@ -125,7 +124,7 @@ def trains_like_one_process(rank: int, expected: dict[str, list[tuple]]) -> None
             )
             for on in (True, False)
         ]
-        assert found[0] == [pytest.approx(step, rel=1e-5) for step in steps], loss
+        assert_same_steps(found[0], steps)
         for local, whole in zip(found[1], steps, strict=True):
             assert abs(local[1] - whole[1]) > 1e-4 * whole[1], loss
 

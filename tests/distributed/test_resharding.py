@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from trainer_cases import make_trainer, resume, save, train_steps
+from trainer_cases import assert_same_steps, make_trainer, resume, save, train_steps
 
 from swinv2_moe.train.checkpoint import open_checkpoint, read_meta
 from swinv2_moe.train.saver import Saver
@@ -55,8 +54,7 @@ def load_and_go_on(rank: int, sources: list[Path], target: Path, experts: int) -
         )
         losses = train_steps(trainer, STEPS_AFTER)
         expected = json.loads((source / "losses.json").read_text())
-        difference = (torch.tensor(losses) - torch.tensor(expected)).abs().max()
-        assert difference <= 1e-6, (losses, expected)
+        assert_same_steps(losses, expected)
 
 
 def reshard(run_processes, root: Path, saved: tuple, loaded: tuple, experts: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import make_trainer, resume, save, train_steps
+from trainer_cases import SAME_STEPS, make_trainer, resume, save, train_steps
 
 from swinv2_moe.train.clusters import sample_images
 from swinv2_moe.train.initial import load_pretrained
@@ -42,7 +42,7 @@ def test_two_ranks(run_processes, tmp_path, options):
     found = torch.tensor(json.loads((tmp_path / "losses.json").read_text()))
     expected = torch.tensor(train_steps(alone, AFTER))
     # loss and gradient norm; the auxiliary loss is that of each rank's tokens
-    torch.testing.assert_close(found[:, ::2], expected[:, ::2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[:, ::2], expected[:, ::2], **SAME_STEPS)
 
 
 def start_from_clusters(rank: int, size: int, source: Path, file: Path) -> None:
@@ -65,4 +65,4 @@ def test_clusters_do_not_depend_on_the_ranks(run_processes, tmp_path):
         run_processes(start_from_clusters, size, size, source, tmp_path / f"{size}.json")
         text = (tmp_path / f"{size}.json").read_text()
         losses.append(torch.tensor(json.loads(text))[:, ::2])
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses[1], losses[0], **SAME_STEPS)

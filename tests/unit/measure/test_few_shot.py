@@ -99,12 +99,13 @@ def test_more_shots_help_where_classes_overlap():
 
 
 def test_ridge_is_the_published_least_squares():
-    train, val = clusters(50, 1.5, seed=0), clusters(200, 1.5, seed=1)
-    chosen = draw_shots(train.targets, 5, 0)
-    x, y = (
-        train.features[chosen].astype(np.float64),
-        2.0 * np.eye(CLASSES)[train.targets[chosen]] - 1,
+    """In fp64: fp32 may round two classes of an image to a tie."""
+    train, val = (
+        split._replace(features=split.features.astype(np.float64))
+        for split in (clusters(50, 1.5, seed=0), clusters(200, 1.5, seed=1))
     )
+    chosen = draw_shots(train.targets, 5, 0)
+    x, y = train.features[chosen], 2.0 * np.eye(CLASSES)[train.targets[chosen]] - 1
     mean, std = x.mean(0), x.std(0)
     x = (x - mean) / std
     # x has mean 0: the bias is that of y, all equal
@@ -134,7 +135,8 @@ def test_neighbours_are_scikit_learns(neighbors):
     )
     expected = 100 * voters.fit(*train).score(*val)
     assert 20 < expected < 100
-    assert knn_accuracy(train, val, neighbors) == pytest.approx(expected)
+    # fp32 rounds a cosine of 16 terms by up to 1e-6: one image of the 200 may be in a tie
+    assert knn_accuracy(train, val, neighbors) == pytest.approx(expected, abs=100 / 200 + 0.01)
 
 
 def test_measure_reports_mean_and_sample_deviation():

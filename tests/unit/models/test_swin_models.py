@@ -131,6 +131,7 @@ def test_upcycled_experts_give_the_dense_models_logits(top_k, make_model, images
     epsilon."""
     dense, sparse = make_model(), make_model(4, seed=1, moe={"top_k": top_k})
     load_dense(sparse, dense.state_dict(), upcycle=True)
+    dense, sparse, images = dense.double(), sparse.double(), images.double()
     torch.testing.assert_close(sparse(images), dense(images), rtol=1e-4, atol=1e-4)
 
 

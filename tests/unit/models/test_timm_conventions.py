@@ -25,18 +25,19 @@ SMALL |= {"pretrained_window_sizes": (0, 0)}
 
 @pytest.fixture(params=FORMS)
 def make(request, randomize):
-    """`make(**kwargs)`: a small model of one of the two forms, with weights that are nowhere
-    zero."""
+    """`make(**kwargs)`: a small model of one of the two forms, in fp64, with weights that are
+    nowhere zero."""
 
     def make(**kwargs):
-        return randomize(timm.create_model(request.param, **SMALL | kwargs))
+        return randomize(timm.create_model(request.param, **SMALL | kwargs)).double()
 
     return make
 
 
 @pytest.fixture
 def images():
-    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, 32, 32, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("num_experts", [0, 4])
@@ -45,7 +46,7 @@ def test_fx_graph_gives_the_same_logits_and_every_gradient(num_experts, make, im
     with torch.inference_mode():
         expected = model(images)
         (found,) = create_feature_extractor(model, ["head.fc"])(images).values()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, expected)
     graph = create_feature_extractor(model.train(), ["head.fc"])
     (logits,) = graph(images).values()
     logits.mean().backward()
@@ -61,7 +62,7 @@ def test_torchscript_of_a_dense_model(make, images):
         file = io.BytesIO()
         torch.jit.save(torch.jit.script(model), file)
         file.seek(0)
-        batch = images if side == 32 else torch.randn(2, 3, side, side)
+        batch = images if side == 32 else torch.randn(2, 3, side, side).double()
         with torch.no_grad():
             torch.testing.assert_close(torch.jit.load(file)(batch), model(batch))
 
@@ -69,7 +70,7 @@ def test_torchscript_of_a_dense_model(make, images):
 def test_torchscript_trace_of_a_dense_model_takes_other_sizes(make, images):
     model = make(num_experts=0, strict_img_size=False).eval()
     traced = torch.jit.trace(model, images, check_trace=False)
-    wider = torch.randn(3, 3, 32, 64)
+    wider = torch.randn(3, 3, 32, 64).double()
     with torch.no_grad():
         torch.testing.assert_close(traced(wider), model(wider))
 
@@ -113,7 +114,7 @@ def test_logits_after_deferred_initialisation(name, how, images, randomize):
         else:
             model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
-    torch.testing.assert_close(model(images.double()), plain(images.double()))
+    torch.testing.assert_close(model(images), plain(images))
 
 
 @pytest.mark.slow

@@ -31,9 +31,9 @@ def test_timms_swinv2_t_keeps_its_logits(tmp_path):
     keys = config.MODEL
     kept = load_dense(sparse, keys.PRETRAINED, keys.UPCYCLE, keys.UPCYCLE_NOISE, config.SEED)
     assert [name.split(".moe.")[1] for name in kept] == ["router.weight"] * 4
-    images = torch.randn(2, 3, 64, 64, generator=generator)
+    images = torch.randn(2, 3, 64, 64, generator=generator).double()
     with torch.inference_mode():
-        expected, found = dense(images), sparse(images)
+        expected, found = dense.double()(images), sparse.double()(images)
     assert float(expected.std()) > 0.01
     # the norm behind an expert takes the gate's value out, up to its epsilon
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * float(expected.std()))

@@ -71,9 +71,10 @@ def test_results_come_in_order_and_may_outlive_their_input(device):
 def test_the_pipeline_gives_what_one_pass_gives(device):
     """Two ways and the work between them in d chunks, forward and backward."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(60, 8, generator=generator).to(device).requires_grad_()
-    weight = torch.randn(8, 8, generator=generator).to(device).requires_grad_()
-    target = torch.randn(60, 8, generator=generator).to(device)
+    rows, weight, target = (
+        torch.randn(size, 8, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+        for size in (60, 8, 60)
+    )
     expected = (rows @ weight).tanh()
     expected_grads = torch.autograd.grad(expected, [rows, weight], target)
     for num_chunks in (1, 2, 5):

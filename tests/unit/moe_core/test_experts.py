@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from ffn_cases import assert_close
 from torch.nn.utils import prune
 
 from moe_core import MoEConfig, MoELayer, prepared
@@ -32,12 +33,15 @@ def evaluated(experts: Experts) -> torch.Tensor:
         return experts(ROWS, OFFSETS)
 
 
-def expected(experts: Experts) -> torch.Tensor:
+def expected(experts: Experts, context) -> torch.Tensor:
+    """By experts that were never others, in the same form: prepared weights may have a kernel of
+    their own."""
     fresh = make_experts()
     with torch.no_grad():
         for own, other in zip(fresh.parameters(), experts.parameters(), strict=True):
             own.copy_(other)
-    return evaluated(fresh)
+    with context(fresh):
+        return evaluated(fresh)
 
 
 def step(experts: Experts, **options) -> None:
@@ -99,7 +103,7 @@ def test_evaluation_follows_every_change_of_the_parameters(change, context):
     with context(experts):
         after = evaluated(experts)
     assert not torch.equal(after, before)
-    assert torch.equal(after, expected(experts))
+    assert torch.equal(after, expected(experts, context))
 
 
 def test_evaluation_follows_parameters_that_lie_where_others_lay():
@@ -114,7 +118,8 @@ def test_evaluation_follows_parameters_that_lie_where_others_lay():
             parameters[name] = place.view_as(parameter).copy_(parameter.detach())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             results.append(torch.func.functional_call(experts, parameters, (ROWS, OFFSETS)))
-        assert torch.equal(results[-1], evaluated(wanted))
+        # the buffers are not aligned as a tensor is, so torch may take another kernel
+        assert_close(results[-1:], [evaluated(wanted)], torch.bfloat16)
     assert not torch.equal(*results)
 
 
@@ -147,7 +152,7 @@ def test_prepared_experts_compute_the_same(dtype):
     with torch.no_grad():
         plain = experts(rows, OFFSETS)
         with prepared(experts):
-            torch.testing.assert_close(experts(rows, OFFSETS), plain)
+            assert_close([experts(rows, OFFSETS)], [plain], dtype)
 
 
 def test_a_pass_that_learns_takes_the_parameters():
@@ -190,7 +195,7 @@ def test_copies_are_not_copied(duplicate):
         other = duplicate(experts)
         with torch.no_grad():
             assert other.weights(torch.bfloat16).w1 is other.w1
-    assert torch.equal(evaluated(other), before)
+    assert_close([evaluated(other)], [before], torch.bfloat16)  # without its prepared weights
 
 
 @pytest.mark.filterwarnings(

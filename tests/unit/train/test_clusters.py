@@ -40,7 +40,8 @@ def test_each_expert_begins_with_the_tokens_of_a_cluster(router):
     assert len(set(expert_of_group.tolist())) == GROUPS
     assert torch.equal(logits.argmax(1), expert_of_group[numbers])
     if router == "linear":
-        assert float(logits.std(1).mean()) == pytest.approx(1)
+        # fp32, eps 6e-8: products of 16 terms, and a mean of 400 values
+        assert float(logits.std(1).mean()) == pytest.approx(1, rel=400 * 6e-8)
     again = start_of(layer, Mlp(DIM, HIDDEN), tokens, seed=0)
     assert torch.equal(again.router, start.router)
 
