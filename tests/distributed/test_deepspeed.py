@@ -105,7 +105,8 @@ def compare(rank: int, size: int, stage: int, root: Path) -> None:
     largest = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     print(f"rank {rank}, groups of {size}, ZeRO-{stage}: largest relative difference {largest:.1e}")
     assert expected[-1] < 0.7 * expected[0]
-    assert largest < 1e-5
+    # fp32 (eps 6e-8): sums of at most 32 terms, whose errors add up in 20 steps
+    assert largest < 20 * 32 * 6e-8
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_table_and_file(evaluate, measure, runs, photographs):
     epoch = json.loads((runs / "experts" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (found["images"], found["classes"], found["step"], found["world_size"]) == (13, 2, 6, 1)
     assert (found["top1"], found["top5"]) == (pytest.approx(epoch["val_top1"]), None)
-    assert found["loss"] == pytest.approx(epoch["val_loss"])
+    assert found["loss"] == pytest.approx(epoch["val_loss"], rel=1e-5)  # other sums of 13 in fp32
     total = ["13", f"{found['top1']:.2f}%", "-", f"{found['confidence']:.2f}%"]
     assert total in [row[:4] for row in rows]
     assert {one["name"]: one["images"] for one in found["per_class"]} == {"blue": 8, "red": 5}

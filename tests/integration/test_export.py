@@ -149,8 +149,9 @@ def test_what_is_printed_and_written(exported):
     for program in spec["programs"].values():
         assert program["images"] == 29
         assert program["max_abs_difference"] < 1e-4 * program["max_abs_logit"]
-        assert program["same_top1"] == 100
-        assert program["program_top1"] == program["model_top1"]
+        one = 100 / 29 + 1e-6  # a tie within the difference above may go either way
+        assert program["same_top1"] >= 100 - one
+        assert program["program_top1"] == pytest.approx(program["model_top1"], abs=one)
         assert [len(program["milliseconds"][name]) for name in ("program", "model")] == [20, 20]
         size = (directory / program["file"]).stat().st_size
         assert program["files"][program["file"]]["bytes"] == size

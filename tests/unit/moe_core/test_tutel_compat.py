@@ -123,7 +123,9 @@ def test_both_forms_agree():
         (y.square().sum() + y.l_aux).backward()
         results.append([y, y.l_aux, *(p.grad for p in layer.parameters())])
     for found, expected in zip(*results, strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
+        # fp32 (eps 6e-8): sums of at most 24 terms, then of 21 tokens' terms, which may cancel
+        limit = 2e-5 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(found, expected, rtol=0, atol=limit)
     assert torch.equal(known.dispatch_count, unknown.dispatch_count)
 
 
@@ -411,8 +413,9 @@ def test_state_dicts_through_the_converter(gate):
     x = tokens(3, 5)
     y, aux_loss = engine(x)
     theirs = layer(x)
-    assert torch.allclose(theirs, y, atol=1e-6)
-    assert torch.allclose(theirs.l_aux, aux_loss, atol=1e-6)
+    # fp32 (eps 6e-8): sums of at most 24 terms near 1, in two products
+    assert torch.allclose(theirs, y, atol=1e-5)
+    assert torch.allclose(theirs.l_aux, aux_loss, atol=1e-5)
     (again,) = to_tutel(engine.state_dict())
     assert again.keys() == layer.state_dict().keys()
     for name, value in layer.state_dict().items():

@@ -137,7 +137,7 @@ def test_the_sums_of_training_are_those_of_the_predictions():
     assert (sums.images, sums.unreadable) == (42, [f"digits[{BROKEN}]"])
     assert sums.top1 == pytest.approx(100 * (found.ranks == 0).mean())
     assert sums.top5 == pytest.approx(100 * (found.ranks < 5).mean())
-    assert sums.loss == pytest.approx(found.losses.mean())
+    assert sums.loss == pytest.approx(found.losses.mean(), rel=1e-5)  # fp32: 42 * 6e-8
     measured = measure(found, list("0123456789"))
     assert sums.balanced == pytest.approx(measured["balanced_accuracy"])
     assert sums.balanced != pytest.approx(sums.top1)
