@@ -176,7 +176,9 @@ def clipped_step(rank: int) -> None:
     for max_norm in (0.0, 0.5, 1e6):
         model, single = Trunk(dist.group.WORLD), Trunk()
         norm, expected_norm = training_step(model, max_norm), training_step(single, max_norm)
-        torch.testing.assert_close(norm, expected_norm, **CLOSE)
+        # the norm is a sum of a few squares in fp32 (eps 6e-8), and clipping multiplies by it
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
+        close = {"rtol": 1e-6, "atol": 1e-7} if max_norm == 0.5 else CLOSE
         assert norm > 0.5
         clipped = min(norm.item(), max_norm) if max_norm else norm.item()
         assert nn.utils.get_total_norm(
@@ -185,7 +187,7 @@ def clipped_step(rank: int) -> None:
         for name, parameter in model.named_parameters():
             whole = single.get_parameter(name)
             torch.testing.assert_close(
-                parameter, owned(whole, model.moe, name.removeprefix("moe.")), **CLOSE
+                parameter, owned(whole, model.moe, name.removeprefix("moe.")), **close
             )
 
 

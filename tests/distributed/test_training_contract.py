@@ -96,6 +96,8 @@ def equals_one_process(rank: int, layouts: list[tuple]) -> None:
         model = Net(group_of(size, for_torch_tools), r)
         parallel = wrap(model)
         norms = train(model, lambda n, parallel=parallel: parallel(batch(rank, n)))
+        # The norm is a sum of a few squares in fp32 (eps 6e-8), and clipping multiplies by it: in
+        # three steps with a rate of 0.1 and a norm of 0.2 a weight moves by 0.06.
         torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
         for name, value in model.state_dict().items():
             whole = single.state_dict()[name]
@@ -104,7 +106,7 @@ def equals_one_process(rank: int, layouts: list[tuple]) -> None:
                 whole = owned(whole, model.layers[int(layer)], rest)
             if isinstance(value, torch.distributed.tensor.DTensor):
                 value = value.to_local()
-            torch.testing.assert_close(value, whole, rtol=1e-6, atol=1e-8, msg=name)
+            torch.testing.assert_close(value, whole, rtol=1e-6, atol=0.06 * 1e-6, msg=name)
 
 
 def test_two_lines_train_like_one_process(run_processes):

@@ -18,11 +18,12 @@ def _product(a, b):
     import numpy as np
     import torch
 
-    factors = [x.detach().resolve_conj().resolve_neg() for x in (a, b)]
+    # copies: FullyShardedDataParallel cannot free a storage that NumPy has seen
+    factors = [x.detach().resolve_conj().resolve_neg().clone() for x in (a, b)]
     if a.dtype in (torch.float16, torch.bfloat16):
         factors = [x.float() for x in factors]
     result = np.matmul(*(x.numpy() for x in factors))
-    return torch.from_numpy(np.asarray(result)).to(a.dtype)
+    return torch.from_numpy(np.asarray(result)).to(a.dtype, copy=True)
 
 
 def _sum_with_product(start, a, b, *, beta=1, alpha=1):

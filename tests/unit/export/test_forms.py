@@ -1,11 +1,13 @@
 """Standard forms held to what they stand for: each MoE layer to MoELayer, the whole to the
 model."""
 
+import copy
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from moe_cases import make_layer
+from moe_cases import make_layer, plain_logits
 from torch import nn
 
 from moe_core import MoEConfig, MoELayer
@@ -30,6 +32,13 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+def may_tie_by_rounding(layer: MoELayer, x: torch.Tensor) -> bool:
+    """Whether fp32 may choose other experts, or another order of tokens, than exact numbers do."""
+    probs = plain_logits(copy.deepcopy(layer).double(), x.double()).softmax(1)
+    gaps = torch.cat([probs.sort(1).values.diff().flatten(), probs.amax(1).sort().values.diff()])
+    return bool(((gaps > 1e-12) & (gaps < 1e-5)).any())
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     CONFIGS, st.integers(1, 40), st.integers(0, 99), st.sampled_from([torch.float64, torch.float32])
@@ -37,9 +46,14 @@ CONFIGS = st.fixed_dictionaries(
 def test_a_layers_form_equals_the_layer(config, num_tokens, seed, dtype):
     layer = make_layer(seed, dtype, **config).eval()
     x = torch.randn(num_tokens, config["model_dim"], dtype=dtype)
-    # tokens that tie: the earlier one has precedence
-    x[num_tokens // 2 :] = x[: num_tokens - num_tokens // 2].clone()
     with torch.no_grad():
+        if config["router"] == "linear":
+            # Tokens that tie: the earlier one has precedence. Equal tokens have equal logits only
+            # if nothing is rounded, since products of matrices add each row in its own order.
+            for tensor in (x, layer.router.weight):
+                tensor.copy_((64 * tensor / tensor.abs().max()).round() / 64)
+            x[num_tokens // 2 :] = x[: num_tokens - num_tokens // 2].clone()
+        assume(not may_tie_by_rounding(layer, x))
         torch.testing.assert_close(StandardMoE(layer)(x), layer(x)[0])
         torch.testing.assert_close(StandardMoE(layer, batched=True)(x), layer(x)[0])
         torch.testing.assert_close(StandardMoE(layer, 1.0)(x), layer(x, capacity_factor=1.0)[0])
