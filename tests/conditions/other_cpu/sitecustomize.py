@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
+import warnings
 
 _LIBRARIES = []
 
@@ -74,14 +75,9 @@ class _OtherCPU(importlib.abc.MetaPathFinder):
                 module.set_flush_denormal(True)
             if "numpy products" not in os.environ["TORCH_CHANGES"]:
                 return
-            stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 2)  # torch warns of each kernel that is replaced
-            try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of each kernel that is replaced
                 _register_products(module)
-            finally:
-                os.dup2(stderr, 2)
-                os.close(stderr)
-                os.close(nowhere)
 
         spec.loader.exec_module = execute_and_change
         return spec
