@@ -10,7 +10,7 @@ with the first small message of a pass, and must be equal on all ranks.
 import math
 import weakref
 import zlib
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,23 +32,28 @@ _NEW = 1 << 32  # above all numbers of layers
 class Calls:
     """The passes of this rank through the layers over one process group.
 
-    A layer is known by its experts. It gets its number in its first pass, which all ranks run
+    A MoELayer is known by its experts. It gets its number in its first pass, which all ranks run
     together: they may create layers in different orders, or some that other ranks do not have.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._size, self._description = ranks.size, ranks.description
         # `_CALLS` must not keep the process group, which is its key.
-        self._process_group = ranks.process_group and weakref.ref(ranks.process_group)
+        self._process_group: weakref.ref | None = None
+        if ranks.process_group is not None:
+            self._process_group = weakref.ref(ranks.process_group)
         self.history = 0  # hash of all passes
-        self._places: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by layer
+        self._places: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by layer
         self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by experts
         self._num_created = 0
         self._num_called = 0
 
+    def __reduce__(self) -> tuple:
+        return Calls, (self.ranks,)  # a pickle without the weak references
+
     @property
     def ranks(self) -> Ranks:
-        process_group = self._process_group and self._process_group()
+        process_group = None if self._process_group is None else self._process_group()
         return Ranks(process_group, self._description)
 
     @staticmethod
@@ -58,15 +63,15 @@ class Calls:
             return Calls(ranks)
         return _CALLS.setdefault(ranks.process_group, Calls(ranks))
 
-    def add(self, layer: nn.Module) -> None:
+    def add(self, layer: Any) -> None:
         """Note the order in which layers and their copies are created."""
         self._num_created += 1
         self._places[layer] = self._num_created
 
-    def place(self, layer: nn.Module) -> int:
+    def place(self, layer: Any) -> int:
         return self._places[layer]
 
-    def earlier_twins(self, layer: nn.Module, content: Tensor) -> Tensor:
+    def earlier_twins(self, layer: Any, content: Tensor) -> Tensor:
         """The number of new layers that have the same content and were created before: a scalar on
         the device of `content`."""
         number = torch.zeros_like(content)
@@ -76,7 +81,7 @@ class Calls:
                 number += _content(other, content.device) == content
         return number
 
-    def number(self, layer: nn.Module) -> int:
+    def number(self, layer: Any) -> int:
         """0: no pass yet."""
         return self._numbers.get(layer.experts, 0)
 
@@ -91,7 +96,7 @@ class Calls:
             self._numbers[experts] = self._num_called
         self.history = self.after(2 * self._numbers[experts] + backward)
 
-    def fail(self, layer: nn.Module | None = None) -> NoReturn:
+    def fail(self, layer: Any | None = None) -> NoReturn:
         """Raise ValueError on all ranks, which know that their passes differ. It names the layers.
         A program that catches it on all ranks starts with an empty history."""
         called = None
@@ -112,7 +117,7 @@ class Calls:
             f" ({'; '.join(names)}): {_REMEDY}"
         )
 
-    def _describe(self, layer: nn.Module) -> str:
+    def _describe(self, layer: Any) -> str:
         if layer.name_in_model:
             return layer.name_in_model
         return (
@@ -147,7 +152,7 @@ class Calls:
         return torch.tensor(parts, dtype=like.dtype, device=like.device)
 
 
-def _content(layer: nn.Module, device: torch.device) -> Tensor:
+def _content(layer: Any, device: torch.device) -> Tensor:
     """A hash of the configuration and the router's weights: a scalar, at least 0. The host waits
     for no device."""
     content = torch.full((), zlib.crc32(repr(layer.config).encode()), device=device)
@@ -164,7 +169,7 @@ _CALLS: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 class LayerCall:
     """One pass of a layer over several ranks."""
 
-    def __init__(self, calls: Calls, layer: nn.Module) -> None:
+    def __init__(self, calls: Calls, layer: Any) -> None:
         self._calls = calls
         self._layer = layer
 
@@ -194,7 +199,8 @@ class LayerCall:
             ValueError: the ranks call different layers, or ran different passes before. It is
                 raised on all ranks.
         """
-        if not any(torch.equal(tag, tag[:1].expand_as(tag)) for tag in tags.T):
+        first = tags[:1].expand_as(tags)
+        if not torch.equal(tags, first) and not (tags == first).all(0).any():
             self._calls.fail(self._layer)
         self.begin()
 
