@@ -77,6 +77,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
     )
+    parser.set_defaults(graph=False)  # `plans` reads it; only main below has the option
     return parser
 
 

@@ -74,6 +74,15 @@ def test_a_script_finds_what_it_imports(script):
     importlib.import_module(script)
 
 
+def test_plans_of_the_network_need_the_common_options_alone():
+    """kernels.py has no --graph."""
+    import model
+
+    args = model.make_parser("").parse_args(NETWORK.split())
+    modes = [[combination.mode for combination, *_ in plan] for plan in model.plans(args)]
+    assert modes == [["inference"], ["training"]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_tables_of_several_scripts_share_a_file(tmp_path):
