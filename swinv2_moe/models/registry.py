@@ -21,14 +21,12 @@ _SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24),
 _BASE = _SMALL | {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
 
 
-def _cfg(size: int, classes: int, pool: int) -> dict:
-    """timm's pretrained configuration: images of `size` px, and maps of `pool` tokens a side in the
-    last stage."""
+def _cfg(size: int, classes: int) -> dict:
+    """timm's pretrained configuration, of images of `size` px. `_create` adds `pool_size`."""
     return {
         "url": "",
         "num_classes": classes,
         "input_size": (3, size, size),
-        "pool_size": (pool, pool),
         "crop_pct": 0.875,
         "interpolation": "bicubic",
         "fixed_input_size": True,
@@ -41,15 +39,15 @@ def _cfg(size: int, classes: int, pool: int) -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
-        "swinv2_moe.untrained": _cfg(192, 1000, 6),
-        "swin_moe.untrained": _cfg(192, 1000, 6),
-        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000, 2),
-        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10, 2),
-        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000, 8),
-        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
-        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841, 6),
-        "swin_moe_small_window12_192.untrained": _cfg(192, 21841, 6),
-        "swin_moe_base_window12_192.untrained": _cfg(192, 21841, 6),
+        "swinv2_moe.untrained": _cfg(192, 1000),
+        "swin_moe.untrained": _cfg(192, 1000),
+        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000),
+        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
+        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
+        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841),
+        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841),
+        "swin_moe_small_window12_192.untrained": _cfg(192, 21841),
+        "swin_moe_base_window12_192.untrained": _cfg(192, 21841),
     }
 )
 
@@ -57,7 +55,7 @@ default_cfgs = generate_default_cfgs(
 def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
     args = {"num_experts": 8} | variant_args | kwargs
     stages = tuple(range(len(args["depths"])))
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         cls,
         variant,
         pretrained,
@@ -65,6 +63,11 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
         feature_cfg={"flatten_sequential": True, "out_indices": args.pop("out_indices", stages)},
         **args,
     )
+    if isinstance(model, cls):  # not with `features_only`
+        stride = model.feature_info[-1]["reduction"]
+        sides = model.pretrained_cfg["input_size"][1:]
+        model.pretrained_cfg["pool_size"] = tuple(-(-side // stride) for side in sides)
+    return model
 
 
 @register_model

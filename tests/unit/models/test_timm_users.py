@@ -41,10 +41,18 @@ def test_every_name_builds_with_its_experts(name):
     assert (config.normalize_gates, config.aux_loss) == (False, "load_importance")
     sizes = model.pretrained_cfg
     features = model.forward_features(torch.empty(2, *sizes["input_size"], device="meta"))
-    assert features.permute(0, 3, 1, 2).shape == (2, model.num_features, *sizes["pool_size"])
+    assert features.shape[-1] == model.num_features
     assert model.forward_head(features).shape == (2, sizes["num_classes"])
     if name == "swin_moe_small_window12_192":  # as published
         assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == 173.3
+
+
+@pytest.mark.parametrize("name", [*sorted(V2 | RELEASED), "swinv2_moe_bundled_tiny"])
+def test_pool_size_is_that_of_the_maps(name):
+    """timm's name of the last stage's height and width."""
+    model = timm.create_model(name, device="meta")
+    images = torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
+    assert model.forward_features(images).shape[1:3] == model.pretrained_cfg["pool_size"]
 
 
 def test_a_name_without_experts():
