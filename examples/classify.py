@@ -2,8 +2,9 @@
 
     python examples/classify.py EXPORTED_DIR PICTURE_OR_FOLDER ...
 
-Needs onnxruntime, numpy and pillow alone. A picture that cannot be read is named on stderr, and the
-others go on; the exit status is then 1.
+Needs numpy, pillow and what runs the program: onnxruntime for model.onnx, torch for model.pt2. Of
+both, it runs model.onnx. A picture that cannot be read is named on stderr, and the others go on;
+the exit status is then 1.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -174,30 +176,29 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 class Classifier:
-    """An exported model: model.onnx and model.json in one directory."""
+    """An exported model: model.onnx or model.pt2, and model.json, in one directory."""
 
     def __init__(self, directory: Path):
-        self.file = directory / "model.onnx"
-        if not self.file.is_file():
-            fail(f"{directory}: no model.onnx, which `swinv2-moe export --format onnx` writes")
+        files = [directory / "model.onnx", directory / "model.pt2"]
+        self.file = next((file for file in files if file.is_file()), None)
+        if self.file is None:
+            fail(f"{directory}: no model.onnx and no model.pt2, which `swinv2-moe export` writes")
         try:
             self.spec = json.loads((directory / "model.json").read_text())
             self.class_names = self.spec["class_names"]
-            self.input = self.spec["input"]["name"]
             self.batch_size = self.spec["input"]["shape"][0]  # None: any
             if self.batch_size is not None and self.batch_size < 1:
                 raise ValueError(f"a batch of {self.batch_size}")
             prepare(Image.new("RGB", (64, 48)), self.spec)
         except Exception as error:  # missing, not JSON, or without one of these entries
             fail(f"{directory / 'model.json'}: cannot be used ({describe(error)})")
+        load, package = load_onnx, "onnxruntime"
+        if self.file.suffix == ".pt2":
+            load, package = load_torch, "torch"
         try:
-            import onnxruntime
-
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 4  # else errors are printed as well as raised
-            self.session = onnxruntime.InferenceSession(self.file, options)
+            self.logits = load(self.file, self.spec)
         except ImportError:
-            sys.exit("onnxruntime is not installed: pip install onnxruntime")
+            sys.exit(f"{package} is not installed: pip install {package}")
         except Exception as error:  # onnxruntime has a class for each kind of damage
             fail(f"{self.file}: cannot be loaded ({describe(error)})")
 
@@ -207,7 +208,7 @@ class Classifier:
         if self.batch_size:  # fill the batch with copies of the last image
             images = images + images[-1:] * (self.batch_size - count)
         try:
-            logits = self.session.run(None, {self.input: np.stack(images)})[0][:count]
+            logits = self.logits(np.stack(images))[:count]
             if logits.shape[1] != len(self.class_names):
                 raise ValueError(f"{logits.shape[1]} classes, not {len(self.class_names)}")
         except Exception as error:  # model.json of another model
@@ -237,6 +238,33 @@ class Classifier:
                 if file in readable:
                     row = next(rows)
                 yield file, row
+
+
+def load_onnx(file: Path, spec: dict) -> Callable[[np.ndarray], np.ndarray]:
+    """The program: from images [batch, channels, side, side] to logits [batch, classes]."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # else errors are printed as well as raised
+    session = onnxruntime.InferenceSession(file, options)
+    name = spec["input"]["name"]
+    return lambda images: session.run(None, {name: images})[0]
+
+
+def load_torch(file: Path, spec: dict) -> Callable[[np.ndarray], np.ndarray]:
+    """As `load_onnx`, of a program of torch.export. It runs on the device that it was made on."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of how it reads its file
+        program = torch.export.load(file).module()
+    device = spec["programs"]["torch"]["device"]
+
+    @torch.inference_mode()
+    def run(images: np.ndarray) -> np.ndarray:
+        return program(torch.from_numpy(images).to(device)).cpu().numpy()
+
+    return run
 
 
 def describe(error: Exception) -> str:

@@ -22,6 +22,7 @@ from swinv2_moe.commands.options import (
 )
 from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.measure.spread import median_and_spread, ratios
+from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 ROUNDS = 20
@@ -33,17 +34,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--format",
         nargs="+",
-        default=["onnx"],
         metavar="FORMAT",
-        help="one or more of onnx, torch (default: onnx)",
+        help="one or more of onnx, torch (default: onnx; torch without the packages of ONNX)",
     )
     parser.add_setting("--dtype", "float32", "float32, bfloat16 or, for onnx, int8")
     parser.add_argument(
         "--batch-size",
         type=int,
-        default=1,
         metavar="B",
-        help="images of a batch (default: 1); 0: any number",
+        help="images of a batch; 0: any number (default: 0, or 1 for a model with a capacity, whose"
+        " shapes follow from the number of images)",
     )
     parser.add_argument(
         "--capacity-factor",
@@ -105,13 +105,17 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
-    from swinv2_moe.export import Choices, export_model
+    from swinv2_moe.export import Choices, default_format, export_model
     from swinv2_moe.measure.rounds import interleaved
     from swinv2_moe.train.checkpoint import select_checkpoint
 
-    choices = Choices(
-        tuple(args.format), args.dtype, args.batch_size, args.capacity_factor, args.images
-    )
+    formats = tuple(args.format or [default_format(args.dtype)])
+    choices = Choices(formats, args.dtype, args.batch_size, args.capacity_factor, args.images)
+    if not args.format and formats == ("torch",):
+        print_lines(
+            "--format torch: the packages of ONNX, the default, are not installed"
+            " (pip install -e '.[export]')"
+        )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
     resume, selected = select_checkpoint(args.resume, args.checkpoint)
     results = export_model(resume, output, choices, args.data, args.dataset, args.opts, timer)

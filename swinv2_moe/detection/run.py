@@ -1,6 +1,7 @@
 """Run detection from a configuration; `swinv2-moe detect` calls these functions."""
 
 import argparse
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,7 +214,7 @@ def build_detector(config: Config, source: str | None = None) -> Any:
         UserError: a checkpoint that cannot be used.
     """
     init_default_scope(config.get("default_scope", "mmdet"))
-    model = MODELS.build(config.model)
+    model = MODELS.build(copy.deepcopy(config.model))  # mmdetection writes into what it gets
     if source is None:
         return model.eval()
     if Path(source).is_dir():

@@ -9,7 +9,7 @@ The directory appears after each program has been read back from its file and ag
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,7 +53,8 @@ class Choices:
 
     formats: tuple[str, ...] = ("onnx",)
     dtype: str = "float32"
-    batch_size: int = 1  # 0: any number of images, for a dropless or dense model
+    # 0: any number of images, for a dropless or dense model; None: 0 for these, otherwise 1
+    batch_size: int | None = None
     # 0: dropless, where tokens choose; None: as in evaluation
     capacity_factor: float | None = None
     images: int = 64  # number of images for the comparison; all, if there are fewer
@@ -69,7 +70,7 @@ class Choices:
                 raise UserError(
                     f"--dtype is {self.dtype!r}, not supported with --format {kind}: {supported}"
                 )
-        if self.batch_size < 0:
+        if self.batch_size is not None and self.batch_size < 0:
             raise UserError(f"--batch-size is {self.batch_size}, it must be at least 0")
         if self.images < 1:
             raise UserError(f"--images is {self.images}, it must be at least 1")
@@ -114,7 +115,7 @@ def export_model(
         opts = list(opts) + ["MODEL.MOE.EVAL_CAPACITY_FACTOR", str(choices.capacity_factor)]
     check_alone()
     with open_deployed(resume, data, dataset, opts) as deployed:
-        _check_capacity(deployed.model_config.experts, choices)
+        choices = _with_batch_size(deployed.model_config.experts, choices)
         class_names = deployed.class_names()
         model = deployed.model(len(class_names))
         is_chosen = bool(data or dataset or _DATA_KEYS.intersection(opts[::2]))
@@ -199,14 +200,19 @@ def check_agreement(kind: str, dtype: str, comparison: Comparison) -> None:
         )
 
 
-def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
+def _with_batch_size(experts: ExpertsConfig, choices: Choices) -> Choices:
+    """The choices with a number as batch size.
+
+    Raises:
+        UserError: the model does not support the capacity factor or the batch size.
+    """
     if choices.capacity_factor is not None and not experts.num_experts:
         raise UserError(
             f"--capacity-factor {choices.capacity_factor:g}: the model is dense, it has no experts"
         )
     layer = experts.layer
     if layer is None:
-        return
+        return replace(choices, batch_size=choices.batch_size or 0)
     if choices.capacity_factor is not None:
         check_capacity_factor("capacity-factor", choices.capacity_factor, layer)
     if choices.batch_size == 0 and layer.routing != "token_choice":
@@ -220,6 +226,10 @@ def _check_capacity(experts: ExpertsConfig, choices: Choices) -> None:
             f"{experts.eval_capacity_factor:g}, the rows of an expert follow from the number of "
             "images"
         )
+    if choices.batch_size is not None:
+        return choices
+    has_fixed_shapes = layer.routing != "token_choice" or experts.eval_capacity_factor
+    return replace(choices, batch_size=1 if has_fixed_shapes else 0)
 
 
 def _batches(

@@ -55,6 +55,16 @@ def check_packages(kind: str) -> None:
         ) from error
 
 
+def default_format(dtype: str) -> str:
+    """onnx; torch if the packages of ONNX are missing and torch.export has the dtype."""
+    try:
+        check_packages("onnx")
+    except UserError:
+        if dtype in DTYPES["torch"]:
+            return "torch"
+    return "onnx"
+
+
 def write_program(
     kind: str,
     model: MoEModel,

@@ -250,11 +250,14 @@ def photographs(tmp_path_factory) -> list[Path]:
 
 
 @torch.no_grad()
-def test_the_example_says_what_the_model_says(exported, checkpoints, photographs):
+@pytest.mark.parametrize("file", ["model.onnx", "model.pt2"])
+def test_the_example_says_what_the_model_says(file, exported, checkpoints, photographs, tmp_path):
+    for name in (file, "model.json"):
+        shutil.copy(exported[0] / name, tmp_path)
     with open_deployed(str(checkpoints / "experts"), opts=["DEVICE", "cpu"]) as deployed:
         model = deployed.model(len(CLASSES))
         transform = build_transform(deployed.data, is_train=False)
-    done = run_alone("examples/classify.py", exported[0], photographs[0])
+    done = run_alone("examples/classify.py", tmp_path, photographs[0])
     assert (done.returncode, done.stderr) == (0, "")
     images = transform(Image.open(photographs[0]).convert("RGB")).expand(3, -1, -1, -1)
     odds, best = model(images)[0].softmax(0).topk(5)
@@ -307,7 +310,7 @@ def test_the_example_says_what_it_needs(classify, tmp_path):
     assert (done.status, done.out) == (2, "")
     assert "EXPORTED_DIR PICTURE_OR_FOLDER" in done.err
     done = classify(tmp_path, "picture.png")
-    says = f"{tmp_path}: no model.onnx, which `swinv2-moe export --format onnx` writes\n"
+    says = f"{tmp_path}: no model.onnx and no model.pt2, which `swinv2-moe export` writes\n"
     assert done == (1, "", says)
 
 
@@ -344,6 +347,7 @@ DAMAGE = {
     "no entries": ("model.json", "{}", "model.json: cannot be used (KeyError: 'class_names')"),
     "a list": ("model.json", "[]", "model.json: cannot be used (TypeError"),
     "not ONNX": ("model.onnx", "no", "model.onnx: cannot be loaded ("),
+    "not torch's": ("model.pt2", "no", "model.pt2: cannot be loaded ("),
 }
 
 
@@ -352,6 +356,8 @@ def test_the_example_names_what_is_damaged(case, classify, exported, photographs
     name, content, says = DAMAGE[case]
     shutil.copytree(exported[0], tmp_path / "model")
     (tmp_path / "model" / name).unlink()
+    if name == "model.pt2":  # of both, the other is run
+        (tmp_path / "model" / "model.onnx").unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
     done = classify(tmp_path / "model", photographs[0])
@@ -451,7 +457,36 @@ def test_only_what_cannot_be_written_is_laid_to_the_output(export, tmp_path, mon
 def test_a_missing_package_is_named(export, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     says = "needs the export extra ... pip install -e '.[export]' ... onnxscript"
-    assert_one_line(export("dense"), says)
+    assert_one_line(export("dense", "--format onnx"), says)
+    assert_one_line(export("dense", "--dtype int8"), says)
+
+
+@torch.no_grad()
+def test_the_default_is_a_program_of_torch_without_the_packages_of_onnx(
+    export, classify, monkeypatch, photographs, tmp_path
+):
+    """For any number of images, and the example runs it: `make train` installs no more, and
+    suggests the command without options."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = export("dense", "--images 4")
+    assert (done.status, done.err) == (0, "")
+    says = "--format torch: the packages of ONNX, the default, are not installed (pip install"
+    assert done.out.startswith(says)
+    exported = tmp_path / "exported"
+    assert sorted(path.name for path in exported.iterdir()) == ["model.json", "model.pt2"]
+    program = torch.export.load(exported / "model.pt2").module()
+    for count in (1, 3):
+        assert program(torch.randn(count, 1, 16, 16)).shape == (count, 10)
+    done = classify(exported, *photographs)
+    assert (done.status, done.err, len(done.out.splitlines())) == (0, "", 2 * 6)
+
+
+def test_the_default_batch_is_one_image_where_shapes_follow_from_it(export, tmp_path):
+    done = export("experts", "--format torch --images 4 --opts DEVICE cpu")
+    assert (done.status, done.err) == (0, "")
+    spec = json.loads((tmp_path / "exported" / "model.json").read_text())
+    assert spec["input"]["shape"] == [1, 3, 16, 16]
 
 
 def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
