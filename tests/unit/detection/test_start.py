@@ -1,6 +1,7 @@
 """How a training of a detector starts: alone in its directory, alike on all ranks, with limits and
 classes that this package sets in its libraries; and how its tuners are logged."""
 
+import copy
 import os
 import re
 import subprocess
@@ -30,6 +31,15 @@ HOLD = (
     "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"
     " print('held', flush=True)"
 )
+
+
+@pytest.mark.parametrize("detector", ["mask_rcnn", "cascade_mask_rcnn", "htc"])
+def test_building_leaves_the_configuration_as_it_was(detector, tmp_path):
+    """One rank alone counts parameters, before the ranks compare their configurations."""
+    config = tiny_config(tmp_path, tmp_path / "run", detector)
+    before = copy.deepcopy(config.to_dict())
+    assert run.count_parameters(config)["trained"] > 0
+    assert config.to_dict() == before
 
 
 def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
