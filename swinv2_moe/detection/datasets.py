@@ -18,7 +18,7 @@ from mmengine.logging import MMLogger
 from rich.table import Table
 
 from swinv2_moe.detection.annotations import Annotations, check_annotations
-from swinv2_moe.errors import UserError, short
+from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.tables import number_table
 
 SPLITS = ("train", "val", "test")
@@ -105,10 +105,31 @@ def dataset_class(part: ConfigDict) -> Any:
     return None
 
 
+def metainfo(dataset: ConfigDict) -> dict:
+    """`classes` and `palette` of a COCO data set, as it reads them: its own, then those of its
+    class. A text is the name of a file with a value in each line.
+
+    Raises:
+        UserError: a file that cannot be read, or `classes` that are no names.
+    """
+    try:
+        meta = dataset_class(dataset)._load_metainfo(dataset.get("metainfo"))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(
+            f"metainfo of the data set: cannot be read ({one_line(str(error))})"
+        ) from error
+    names = meta["classes"]
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            f"metainfo.classes of the data set is {short(names)}: it must be names, as ('cat',"
+            " 'dog'), or a file with a name in each line"
+        )
+    return meta
+
+
 def class_names(dataset: ConfigDict) -> tuple[str, ...]:
     """The classes of a COCO data set, in the order of their labels."""
-    kind = dataset_class(dataset)
-    return tuple(dataset.get("metainfo", {}).get("classes") or kind.METAINFO["classes"])
+    return tuple(metainfo(dataset)["classes"])
 
 
 def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:

@@ -3,6 +3,7 @@
 H x W pixels, h x w tokens, S scale, E experts
 """
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from mmengine.structures import InstanceData
 
 from moe_core import moe_layers, prepared
 from swinv2_moe.data.images import decode, image_paths, read_file, to_mode
+from swinv2_moe.detection.datasets import coco_datasets, metainfo
 from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
@@ -49,7 +51,10 @@ def show(
     """
     files = image_paths(images)
     detector = build_detector(config, checkpoint)
-    meta = config.test_dataloader.dataset.get("metainfo") or detector.dataset_meta
+    dataset = next(coco_datasets(config.test_dataloader), None)
+    meta = {}  # of another data set, whose classes are shown as numbers
+    if dataset is not None:
+        meta = metainfo(dataset)
     pipeline = Compose(_pipeline(config))
     with prepared(detector):
         for file, name in zip(files, _names(files), strict=True):
@@ -82,7 +87,8 @@ def _read(file: Path) -> np.ndarray:
 
 def _pipeline(config: Config) -> list[dict]:
     """The test pipeline, for arrays of pixels and without annotations."""
-    steps = [step for step in get_test_pipeline_cfg(config) if step.type != "LoadAnnotations"]
+    steps = copy.deepcopy(get_test_pipeline_cfg(config))  # transforms may write into them
+    steps = [step for step in steps if step.type != "LoadAnnotations"]
     return [{"type": "mmdet.LoadImageFromNDArray"}] + steps[1:]
 
 
@@ -113,9 +119,9 @@ def draw(
         photo: uint8 [H, W, 3], RGB.
         detections: boxes, labels, scores and, of a detector with masks, masks.
         experts: experts of the patches, int64 [h, w], by MoE layer.
-        meta: names and colours of the classes.
+        meta: `classes`, their names, and `palette`, their colours. A class without a name is a
+            number; without a colour for each class, mmdetection chooses them.
     """
-
     height, width = photo.shape[:2]
     rows = min(len(experts), 2) or 1
     columns = -(-len(experts) // rows)
@@ -145,15 +151,29 @@ def draw_objects(photo: np.ndarray, detections: InstanceData, meta: dict) -> np.
         masks = detections.masks
         enlarged.masks = masks.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     visualizer = DetLocalVisualizer(line_width=2, alpha=0.5)
+    count = 1 + int(max(detections.labels, default=-1))
     # a $ would begin a formula of matplotlib
-    names = [printable(name).replace("$", r"\$") for name in meta["classes"]]
-    visualizer.dataset_meta = {"classes": names, "palette": meta["palette"]}
+    names = [printable(name).replace("$", r"\$") for name in meta.get("classes", ())]
+    names += [f"class {label}" for label in range(len(names), count)]
+    visualizer.dataset_meta = {"classes": names, "palette": _colours(meta.get("palette"), count)}
     sample = DetDataSample(pred_instances=enlarged)
     photo = photo.repeat(scale, 0).repeat(scale, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a text reaches over the edge
         visualizer.add_datasample("", photo, sample, draw_gt=False, pred_score_thr=-1)
     return visualizer.get_image()
+
+
+def _colours(palette: object, count: int) -> list | None:
+    """The palette, if it has a colour for each of `count` classes."""
+    if not isinstance(palette, (list, tuple)) or len(palette) < count:
+        return None
+    for colour in palette:
+        if not isinstance(colour, (list, tuple)) or len(colour) != 3:
+            return None
+        if not all(value in range(256) for value in colour):
+            return None
+    return list(palette)
 
 
 def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:

@@ -16,8 +16,10 @@ from tool_cases import command
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import ROOT
+from mmengine.runner import save_checkpoint
 
 from swinv2_moe.data.prepare.shapes import Options, make_shapes
+from swinv2_moe.detection.run import build_detector, load_config
 
 CONFIGS = ROOT / "configs/detection/shapes"
 SMALL = ["train_dataloader.dataset.times=1", "train_cfg.max_epochs=1", "train_cfg.val_interval=1"]
@@ -61,6 +63,25 @@ def test_train_test_and_show(detect, tmp_path: Path) -> None:
     pixels = np.asarray(Image.open(pictures[0]).convert("RGB"))
     assert min(pixels.shape[:2]) > 300
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
+
+
+@pytest.mark.parametrize("classes", ["", "'person','dog'"])
+def test_shows_with_a_configuration_of_coco(detect, tmp_path: Path, classes: str) -> None:
+    """Its data set has the names and colours, or names alone; with names of the user, it has those
+    of COCO's colours."""
+    config = "detection/coco_open/mask_rcnn"
+    options = ["model.test_cfg.rcnn.max_per_img=2"]
+    if classes:
+        options += [f"test_dataloader.dataset.metainfo.classes=({classes})"]
+        heads = ("bbox_head", "mask_head")
+        options += [f"model.roi_head.{head}.num_classes=2" for head in heads]
+    model = build_detector(load_config(config, options))
+    save_checkpoint({"state_dict": model.state_dict(), "meta": {}}, str(tmp_path / "model.pth"))
+    words = "model.pth data/shapes/val --output pictures --threshold 0 --opts"
+    shown = detect("show", config, words, *options)
+    assert shown.status == 0, shown.err
+    assert shown.out.splitlines()[-2:] == [f"pictures/00000{n}.png: 2 objects" for n in (0, 1)]
+    assert len(list((tmp_path / "pictures").iterdir())) == 2
 
 
 def table(out: str) -> list[str]:

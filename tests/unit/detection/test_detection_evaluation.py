@@ -2,6 +2,7 @@
 measured with."""
 
 import contextlib
+import copy
 import io
 import json
 import shutil
@@ -17,6 +18,7 @@ pytest.importorskip("mmdet")
 from faster_coco_eval import COCO as FasterCOCO
 from faster_coco_eval import COCOeval_faster
 from mmdet.evaluation import CocoMetric, FasterCocoMetric
+from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
@@ -27,6 +29,7 @@ from pycocotools.cocoeval import COCOeval
 from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.detection.datasets import (
     check_datasets,
+    metainfo,
     table_of,
     test_on_train_images,
     use_ground_truth,
@@ -72,6 +75,30 @@ def test_looks_into_data_sets_that_hold_others(shapes: Path) -> None:
     both = {"type": "ConcatDataset", "datasets": [train, val]}
     config.train_dataloader.dataset = {"type": "RepeatDataset", "times": 2, "dataset": both}
     assert [len(one.image_files) for one in check_datasets(config, ("train",))] == [6, 3]
+
+
+def test_classes_and_colours_are_those_that_the_data_set_reads(shapes: Path, tmp_path) -> None:
+    config = config_of(shapes)
+    dataset = config.test_dataloader.dataset
+    found = []
+    (tmp_path / "names.txt").write_text("circle\nsquare\n")
+    dataset.pop("metainfo")
+    for given in (None, {"classes": ("square", "circle")}, {"classes": f"{tmp_path}/names.txt"}):
+        if given:
+            dataset.metainfo = given
+        read = DATASETS.build(copy.deepcopy(dataset | {"lazy_init": True})).metainfo
+        found.append(metainfo(dataset))
+        assert found[-1] == {key: read[key] for key in ("classes", "palette")}
+    assert [len(meta["classes"]) for meta in found] == [80, 2, 2]
+    assert len(found[1]["palette"]) == 80
+
+
+@pytest.mark.parametrize("classes", ["cat", 3, (1, 2)])
+def test_classes_that_are_no_names(shapes: Path, classes) -> None:
+    config = config_of(shapes)
+    config.train_dataloader.dataset.metainfo = {"classes": classes}
+    with pytest.raises(UserError, match=r"metainfo.classes .* must be names, as \('cat', 'dog'\)"):
+        check_datasets(config, ("train",))
 
 
 WRONG = {

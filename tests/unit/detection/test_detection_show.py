@@ -61,6 +61,35 @@ def test_any_name_of_a_class_is_text() -> None:
         assert picture.shape == (8 * 60, 8 * 80, 3)
 
 
+def dog_without_mask() -> InstanceData:
+    """mmdetection draws a mask's colour by chance."""
+    detections = one_dog()
+    del detections.masks
+    return detections
+
+
+@pytest.mark.parametrize(
+    "palette", [None, [(255, 0, 0)], "red", [(1, 2), (3, 4)], [("a",) * 3] * 2]
+)
+def test_without_a_colour_for_each_class_mmdetection_chooses(palette) -> None:
+    photo = np.full((60, 80, 3), 100, np.uint8)
+    pictures = [
+        draw_objects(photo, dog_without_mask(), META | {"palette": choice})
+        for choice in (palette, None)
+    ]
+    assert (pictures[0] == pictures[1]).all()
+    assert (pictures[0] != 100).any()
+
+
+def test_classes_without_names_are_numbers() -> None:
+    photo = np.full((60, 80, 3), 100, np.uint8)
+    pictures = [
+        draw_objects(photo, dog_without_mask(), {"classes": names})
+        for names in ((), ("cat",), ("cat", "class 1"))
+    ]
+    assert all((picture == pictures[0]).all() for picture in pictures)
+
+
 def test_draws_experts_in_their_colours_over_the_whole_image() -> None:
     photo = np.zeros((60, 80, 3), np.uint8)
     ids = {"backbone.trunk.layers.2.blocks.1.mlp.moe": np.array([[0, 2], [1, 2]])}
