@@ -64,6 +64,8 @@ class Annotations:
     thin_boxes: int  # less than a pixel wide or high: omitted
     images_without_boxes: int  # omitted from training, part of evaluation
     sizes_compared: int  # images whose size was compared with their file
+    images_of_classes: int  # images with objects of the model's classes
+    objects_of_classes: int  # objects of the model's classes that are no crowds
     class_names: list[str]
     missing_classes: list[str]  # classes of the model that the file does not have
     unknown_classes: list[str]  # classes of the file that the model does not have: ignored
@@ -77,6 +79,8 @@ class Annotations:
         )
         if self.sizes_compared < len(self.image_files):
             text += f"; size compared with the file for {self.sizes_compared:,} images"
+        if not self.objects_of_classes:
+            text += "; none can be found: an average precision of this file is undefined"
         if self.missing_classes:
             text += f"; evaluated without the model's classes {listed(self.missing_classes)}"
         if self.unknown_classes:
@@ -109,7 +113,7 @@ def check_annotations(
     Raises:
         UserError: a missing, empty or unreadable file or image, or a file of another format;
             duplicate, negative or unknown ids; an image outside `images`, of another size than
-            its file, or with more than MAX_PIXELS; no boxes, boxes outside their images, areas
+            its file, or with more than MAX_PIXELS; boxes outside their images, areas
             larger than them, or too many without area (1 in 10,000); masks that cannot be drawn in
             their images; missing classes or another order of classes. The message names the file,
             the first annotation or image with its value, and the number of such errors.
@@ -125,7 +129,9 @@ def check_annotations(
     missing, unknown = _compare_classes(file, names, class_names, by_runner)
     sizes = _image_sizes(file, tables["images"])
     image_of = _indices_of(file, rows, "image_id", tables["images"])
-    _indices_of(file, rows, "category_id", categories)
+    category_of = _indices_of(file, rows, "category_id", categories)
+    is_known = np.array([name not in unknown for name in names])[category_of]
+    is_crowd = np.array([row["iscrowd"] for row in rows], bool)
     thin = _check_objects(file, rows, sizes[image_of], masks)
     image_files = [row["file_name"] for row in tables["images"]]
     _check_names(file, tables["images"])
@@ -139,6 +145,8 @@ def check_annotations(
         thin_boxes=thin,
         images_without_boxes=len(image_files) - len(np.unique(image_of)),
         sizes_compared=_check_headers(file, Path(images), tables["images"], turned),
+        images_of_classes=len(np.unique(image_of[is_known])),
+        objects_of_classes=int((is_known & ~is_crowd).sum()),
         class_names=names,
         missing_classes=missing,
         unknown_classes=unknown,
@@ -164,7 +172,7 @@ def _read(file: str) -> dict[str, list[dict]]:
     for table in _TABLES:
         if not isinstance(content.get(table), list):
             raise UserError(f'{file}: not a COCO annotation file, it has no list "{table}"')
-        if not content[table]:
+        if not content[table] and table != "annotations":  # of negatives, images without objects
             raise UserError(f'{file}: the list "{table}" is empty')
     return content
 
@@ -186,6 +194,8 @@ def _check_keys(file: str, table: str, rows: list, keys: dict[str, tuple[type, .
 
 
 def _check_ids(file: str, table: str, ids: np.ndarray, by_runner: bool) -> None:
+    if not len(ids):
+        return
     values, counts = np.unique(ids, return_counts=True)
     if len(values) < len(ids):
         twice = values[counts > 1]
@@ -283,7 +293,7 @@ def _check_boxes(file: str, rows: list[dict], sizes: np.ndarray) -> np.ndarray:
     """Check the boxes and return their widths and heights, [N, 2]. `sizes` as above."""
     wrong = [len(row["bbox"]) != 4 or not all(map(_is_number, row["bbox"])) for row in rows]
     _check(file, _NAME, rows, wrong, "the box {bbox} is not four numbers")
-    boxes = np.array([row["bbox"] for row in rows], np.float64)
+    boxes = np.array([row["bbox"] for row in rows], np.float64).reshape(-1, 4)
     _check(file, _NAME, rows, ~np.isfinite(boxes).all(1), "the box {bbox} is not finite")
     corner, extent = boxes[:, :2], boxes[:, 2:]
     _check(file, _NAME, rows, (extent < 0).any(1), "the box {bbox} has a negative width or height")

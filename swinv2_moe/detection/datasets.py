@@ -136,8 +136,8 @@ def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:
     """Check every COCO data set of the given SPLITS; each annotation file once.
 
     Raises:
-        UserError: as `check_annotations`; or a metric has another annotation file than the data
-            set.
+        UserError: as `check_annotations`; a metric has another annotation file than the data set;
+            or a training without images or without objects.
     """
     checked: dict[tuple[str, str], Annotations] = {}
     for split in splits:
@@ -152,7 +152,9 @@ def check_datasets(config: Config, splits: Sequence[str]) -> list[Annotations]:
                     f"{place[0]}: has no category {missing}, a class of the model"
                     " (metainfo.classes of the data set)"
                 )
-        if split != "train":
+        if split == "train":
+            _check_objects(datasets, [checked[_paths(dataset)] for dataset in datasets])
+        else:
             _check_metric(config, split, [_paths(dataset)[0] for dataset in datasets])
     return list(checked.values())
 
@@ -164,6 +166,26 @@ def _check_dataset(dataset: ConfigDict, masks: bool) -> Annotations:
     return check_annotations(
         file, images, class_names(dataset), masks, by_runner=by_runner, turned=_turned(dataset)
     )
+
+
+def _check_objects(datasets: list[ConfigDict], found: list[Annotations]) -> None:
+    """Raise UserError for a data set whose images are all left out, or a training without
+    objects."""
+    if found and not any(annotations.objects_of_classes for annotations in found):
+        crowds = sum(annotations.crowd_boxes for annotations in found)
+        raise UserError(
+            f"{', '.join(annotations.file for annotations in found)}: no object of the model's"
+            f" classes to learn ({crowds:,} crowds, which training ignores): train on another file,"
+            " or together with one (ConcatDataset); iscrowd is 0 for single objects"
+        )
+    for dataset, annotations in zip(datasets, found, strict=True):
+        skips_negatives = (dataset.get("filter_cfg") or {}).get("filter_empty_gt", False)
+        if skips_negatives and not annotations.images_of_classes:
+            raise UserError(
+                f"{annotations.file}: no image has objects of the model's classes, and"
+                " filter_cfg.filter_empty_gt leaves such images out; set it to False to train on"
+                " them, or remove the data set"
+            )
 
 
 def test_on_train_images(config: Config) -> None:

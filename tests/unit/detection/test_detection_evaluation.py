@@ -86,7 +86,7 @@ def test_classes_and_colours_are_those_that_the_data_set_reads(shapes: Path, tmp
     for given in (None, {"classes": ("square", "circle")}, {"classes": f"{tmp_path}/names.txt"}):
         if given:
             dataset.metainfo = given
-        read = DATASETS.build(copy.deepcopy(dataset | {"lazy_init": True})).metainfo
+        read = DATASETS.build(copy.deepcopy(dataset | {"pipeline": [], "lazy_init": True})).metainfo
         found.append(metainfo(dataset))
         assert found[-1] == {key: read[key] for key in ("classes", "palette")}
     assert [len(meta["classes"]) for meta in found] == [80, 2, 2]
@@ -99,6 +99,33 @@ def test_classes_that_are_no_names(shapes: Path, classes) -> None:
     config.train_dataloader.dataset.metainfo = {"classes": classes}
     with pytest.raises(UserError, match=r"metainfo.classes .* must be names, as \('cat', 'dog'\)"):
         check_datasets(config, ("train",))
+
+
+@pytest.mark.parametrize("crowds", [False, True])
+def test_training_on_negatives_or_crowds_alone(shapes: Path, tmp_path, crowds) -> None:
+    """Refused alone. Beside a file with objects, images without any are trained on if the
+    configuration does not leave them out; the message names the key."""
+    shutil.copytree(shapes, tmp_path / "none")
+    file = tmp_path / "none/annotations/instances_train.json"
+    content = json.loads(file.read_text())
+    rows = [row | {"iscrowd": 1} for row in content["annotations"] if crowds]
+    file.write_text(json.dumps(content | {"annotations": rows}))
+    config, none = config_of(shapes), config_of(tmp_path / "none").train_dataloader.dataset
+    objects = config.train_dataloader.dataset
+    none.filter_cfg = {"filter_empty_gt": True}
+    config.train_dataloader.dataset = none
+    with pytest.raises(
+        UserError, match=rf"no object .* to learn \({len(rows)} crowds, .*: train on"
+    ):
+        check_datasets(config, ("train",))
+    config.train_dataloader.dataset = {"type": "ConcatDataset", "datasets": [objects, none]}
+    if not crowds:
+        with pytest.raises(UserError, match=r"filter_cfg.filter_empty_gt .* set it to False"):
+            check_datasets(config, ("train",))
+        none = config.train_dataloader.dataset.datasets[1]
+        none.filter_cfg.filter_empty_gt = False
+    found = check_datasets(config, ("train",))
+    assert [annotations.objects_of_classes > 0 for annotations in found] == [True, False]
 
 
 WRONG = {
