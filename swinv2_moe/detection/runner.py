@@ -80,6 +80,8 @@ class MoERunner(Runner):
     ) -> DataLoader:
         # Labels are positions in the configured classes, as in `build_evaluator`.
         CocoDataset.COCOAPI = GroundTruth
+        if isinstance(dataloader, dict) and dataloader.get("num_workers") == 0:
+            dataloader = dataloader | {"persistent_workers": False}  # torch refuses True
         loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         # Its workers ignore Ctrl-C. mmengine has no option for the class.
         loader.__class__ = Loader
@@ -94,6 +96,13 @@ class MoERunner(Runner):
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
         if not self.distributed or model_wrapper_cfg is not None:
             return super().wrap_model(model_wrapper_cfg, model)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm) and not torch.cuda.is_available():
+                raise UserError(
+                    f"norm_cfg of {name} is SyncBN, which several processes have on GPUs alone:"
+                    " train in one process, or with another norm, as"
+                    " norm_cfg=dict(type='GN', num_groups=32)"
+                )
         device_ids = None
         if torch.cuda.is_available():
             device_ids = [int(os.environ["LOCAL_RANK"])]

@@ -1,6 +1,7 @@
 """Every command in the documents: its options, keys and configurations exist, and it runs as it
 stands on the page, on small photographs."""
 
+import json
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from swinv2_moe.commands import COMMANDS
 from swinv2_moe.config import load_config
 from swinv2_moe.config.load import find_config
+from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "data" / "README.md"]
@@ -33,11 +36,10 @@ NOT_RUN = {
     r"pip install|timm:|campaign.py --wheels": "needs a network",
     r"^sbatch|sbatch ": "needs Slurm",
     r"^docker|^kubectl": "needs Docker or Kubernetes",
-    r"--nnodes|--nproc_per_node[ =]8": "needs several machines, or 8 GPUs",
+    r"--nnodes|--nproc_per_node[ =]8(?!.* detect )": "needs several machines, or 8 GPUs",
     r"campaign.py|campaign.json|--graph": "needs a GPU, or takes five minutes",
     r"^rm -r output/campaign": "of a command that does not run",
     r"deployed_int8": "refuses a model of two steps, whose logits are near 0",
-    r"DOWNLOADS|base_moe_frozen": "needs COCO",
     r"RELEASED.pth|swin-moe released": "needs published weights",
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
     r"^swinv2-moe sweep": "trains for an hour; tests/integration/test_sweep_command.py runs it",
@@ -50,7 +52,28 @@ CUT = (
     "TRAIN.MAX_STEPS 2 TRAIN.EPOCHS 1 TRAIN.WARMUP_EPOCHS 0 DATA.BATCH_SIZE 8 DATA.NUM_WORKERS 0"
     " PRINT_FREQ 1"
 )
+if find_spec("mmdet") is None:
+    NOT_RUN[r"swinv2[-_]moe detect"] = "needs the detection extra"
 PLACES = {"DIR": "more_images", "OTHER": "my_images", "CONFIG": "imagenette_96"}
+PLACES["detection/cascade_mask_rcnn/base_moe_frozen"] = "base_moe_frozen.py"
+# The published configuration with a backbone that takes seconds, and without SyncBN, which needs
+# GPUs
+DETECTOR = """_base_ = "configs/detection/cascade_mask_rcnn/base_moe_frozen.py"
+heads = [dict(head, norm_cfg=dict(type="GN", num_groups=32)) for head in
+         _base_.model.roi_head.bbox_head]
+model = dict(
+    roi_head=dict(bbox_head=heads),
+    backbone=dict(
+        embed_dim=8,
+        depths=(1, 1, 2, 1),
+        num_heads=(1, 1, 2, 2),
+        window_size=4,
+        num_experts=2,
+        moe_blocks=((), (), (1,), (0,)),
+    ),
+    neck=dict(in_channels=[8, 16, 32, 64]),
+)
+"""
 PREPARED = ("mine", "dense", "pretrained")
 MADE = {
     "first-model.md": "first/report.html mine_beside_dense.html routing/routing.png"
@@ -164,6 +187,25 @@ def make_images(root: Path, classes: tuple[str, ...]) -> None:
                 Image.fromarray(pixels).save(root / split / name / f"{i:03d}.jpg")
 
 
+def make_coco(root: Path) -> None:
+    """COCO 2017 in small, as it is downloaded: its 80 classes, two pictures for each split."""
+    make_shapes(root, Options(train=2, val=2, min_size=64, max_size=96))
+    names = CLASSES
+    if find_spec("mmdet"):
+        from mmdet.datasets import CocoDataset
+
+        names = CocoDataset.METAINFO["classes"]
+    for split in ("train", "val"):
+        (root / split).rename(root / f"{split}2017")
+        file = root / "annotations" / f"instances_{split}.json"
+        content = json.loads(file.read_text())
+        categories = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
+        file.unlink()
+        file.with_stem(f"instances_{split}2017").write_text(
+            json.dumps(content | {"categories": categories})
+        )
+
+
 def run(script: str, place: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -183,6 +225,8 @@ def trained(tmp_path_factory):
         shutil.copytree(root / "my_images", root / name)
     for name in ("dog.jpg", "photo.jpg"):
         shutil.copy(root / "holiday" / "000.jpg", root / name)
+    make_coco(root / "DOWNLOADS")
+    (root / "base_moe_frozen.py").write_text(DETECTOR)
     (root / "book.txt").write_text("Once upon a time. " * 2000)
     for split in ("train", "val"):
         files = sorted((root / "pictures" / split).rglob("*.jpg"))
@@ -221,6 +265,9 @@ def shortened(line: str) -> str:
         output = re.search(r"--output (\S+)", line)
         if output and "--resume" not in line:
             line = f"rm -rf {output[1]}\n{line}"
+    if " detect train " in line:
+        line = re.sub(r" --pretrained \S+", "", line).replace("_per_node 8", "_per_node 2")
+        line += " --opts train_cfg.max_epochs=1 train_dataloader.num_workers=0"
     if "--index shards" in line:  # of tars that another program has made
         line = f"rm -f shards/index.json shards/plan.json\n{line}"
     if verb and verb[1] in ("throughput", "roofline"):

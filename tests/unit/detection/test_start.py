@@ -85,6 +85,16 @@ def test_data_come_from_the_loader_whose_workers_outlive_ctrl_c():
     sampler = {"type": "DefaultSampler", "shuffle": False}
     options = {"dataset": TensorDataset(torch.arange(4)), "sampler": sampler, "batch_size": 2}
     assert type(run.MoERunner.build_dataloader(options, seed=0)) is Loader
+    # configurations have persistent workers, and a user may choose none
+    without = options | {"num_workers": 0, "persistent_workers": True}
+    assert len(run.MoERunner.build_dataloader(without, seed=0)) == 2
+
+
+def test_sync_bn_on_the_cpus_of_several_processes_is_named():
+    heads = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    runner = SimpleNamespace(distributed=True)
+    with pytest.raises(UserError, match=r"norm_cfg of 1 is SyncBN, .*: train in one process, or"):
+        run.MoERunner.wrap_model(runner, None, heads)
 
 
 def test_opencv_decodes_no_more_pixels_than_the_rest_of_this_package():
