@@ -232,11 +232,6 @@ def _check_schedule(config: CfgNode) -> None:
             "TRAIN.SHARD_TRUNK is True: it does not work with COMPILE (True), switch one of them"
             " off"
         )
-    if train.SHARD_TRUNK and train.OPTIMIZER.NAME in ("lamb", "lars"):
-        raise UserError(
-            f"TRAIN.OPTIMIZER.NAME is {train.OPTIMIZER.NAME!r}: it needs whole parameters on each"
-            " rank, which TRAIN.SHARD_TRUNK (True) splits"
-        )
 
 
 def _check_dataset(config: CfgNode) -> None:

@@ -11,19 +11,17 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_core import cpu_computes_in, expert_parameters, moe_layers
+from moe_core import cpu_computes_in
 from swinv2_moe.config import AllSections
-from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.large_batch import ExpertLamb, ExpertLars
 from swinv2_moe.train.parallelize import placed_like
 from swinv2_moe.train.section import RunConfig, TrainConfig
 
 _REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
-_BETAS = (0.9, 0.999)  # of AdamW and LAMB: decays of the two moments
-_MOMENTUM = 0.9  # of SGD and LARS, Nesterov's
+_BETAS = (0.9, 0.999)  # of AdamW: decays of the two moments
+_MOMENTUM = 0.9  # of SGD, Nesterov's
 
 
 def build_optimizer(
@@ -32,9 +30,6 @@ def build_optimizer(
     """Build the optimiser that TRAIN.OPTIMIZER names, with layer decay by depth.
 
     There is no weight decay for biases, 1-D parameters, and parameters that the model excludes.
-
-    Raises:
-        UserError: LAMB or LARS is chosen and a rank holds a part of an expert.
     """
     groups = param_groups_layer_decay(
         model,
@@ -44,24 +39,9 @@ def build_optimizer(
     )
     groups = [part for group in _merge(groups) for part in _split_sharded(group)]
     options = config.optimizer
-    if options.name in ("lamb", "lars"):
-        _check_whole_experts(model, options.name)
-        stacked = expert_parameters(model).values()
-        if options.name == "lars":
-            return ExpertLars(groups, stacked, learning_rate, _MOMENTUM)
-        return ExpertLamb(groups, stacked, learning_rate, _BETAS, options.eps)
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=_MOMENTUM, nesterov=True)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, eps=options.eps, fused=True)
-
-
-def _check_whole_experts(model: MoEModel, name: str) -> None:
-    for layer in moe_layers(model).values():
-        if layer.shard.num_parts > 1:
-            raise UserError(
-                f"TRAIN.OPTIMIZER.NAME is {name!r}: it needs whole experts on each rank, but here"
-                f" {layer.shard.num_parts} ranks share an expert"
-            )
 
 
 def _merge(groups: list[dict]) -> list[dict]:
@@ -286,7 +266,7 @@ def check_optimizer_sections(
         ValueError: the sections differ.
     """
     kinds = []
-    if isinstance(optimizer, (torch.optim.AdamW, ExpertLamb)):
+    if isinstance(optimizer, torch.optim.AdamW):
         kinds = ["exp_avg", "exp_avg_sq"]
     elif optimizer.defaults.get("momentum"):
         kinds = ["momentum_buffer"]
@@ -296,12 +276,8 @@ def check_optimizer_sections(
     if sorted(sections) != needed:
         raise ValueError(
             f"it holds {', '.join(sorted(sections)) or 'no optimiser state'}, TRAIN.OPTIMIZER.NAME"
-            f" {_name_of(optimizer)!r} needs {', '.join(needed) or 'none'}"
+            f" {type(optimizer).__name__.lower()!r} needs {', '.join(needed) or 'none'}"
         )
-
-
-def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__.removeprefix("Expert").lower()
 
 
 def restore_optimizer(
@@ -315,8 +291,7 @@ def restore_optimizer(
 
     Args:
         dense_updates: number of these updates that were made before the dense model was upcycled.
-            They did not update parameters without a dense twin. LAMB nevertheless counts them for
-            all parameters, so that the first updates of parameters without a dense twin are small.
+            They did not update parameters without a dense twin.
     """
     is_adam = isinstance(optimizer, torch.optim.AdamW)
     for name, parameter in trained_parameters(model).items():
@@ -330,6 +305,3 @@ def restore_optimizer(
                 own_updates -= dense_updates
             state["step"] = torch.tensor(float(own_updates), device=parameter.device)
         optimizer.state[parameter] = state
-    if isinstance(optimizer, ExpertLamb):
-        for group in optimizer.param_groups:
-            group["step"] = updates

@@ -27,8 +27,6 @@ from swinv2_moe.train.section import TrainConfig
 _USUAL_LEARNING_RATES = {
     "adamw": (1e-8, 0.1),
     "sgd": (1e-6, 10.0),
-    "lamb": (1e-6, 1.0),
-    "lars": (1e-4, 100.0),
 }
 
 

@@ -99,14 +99,10 @@ class CheckpointConfig:
 class OptimizerConfig:
     """TRAIN.OPTIMIZER."""
 
-    name: str = option(
-        "adamw",
-        "the optimiser; lamb, lars: for large batches, with a trust ratio for each expert",
-        choices=("adamw", "sgd", "lamb", "lars"),
-    )
+    name: str = option("adamw", "the optimiser", choices=("adamw", "sgd"))
     eps: float = option(
         1e-8,
-        "epsilon of AdamW and LAMB, added to the denominator. 1e-3 keeps rounding errors small"
+        "epsilon of AdamW, added to the denominator. 1e-3 keeps rounding errors small"
         " where runs on different numbers of ranks are compared",
         least=0,
     )

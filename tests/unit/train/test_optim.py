@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_core.ops.native import instruction_sets
-from swinv2_moe.config import all_sections, train_config
+from swinv2_moe.config import all_sections, load_config, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.checkpoint import open_checkpoint
@@ -69,6 +69,15 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
         assert rates(step)[0] == pytest.approx(value, rel=1e-6), step
     highest, lowest = rates(20)
     assert lowest == pytest.approx(highest * 0.5**4)  # stem, three blocks, head
+
+
+def test_learning_rate_grows_with_the_root_of_the_batch():
+    rates = {}
+    for scaling in ("linear", "sqrt"):
+        opts = ["DATA.BATCH_SIZE", "1024", "TRAIN.LR_SCALING", scaling]
+        config = train_config(load_config("quickstart_digits", opts))
+        rates[scaling] = scaled_learning_rate(config, 1e-3, world_size=8)
+    assert rates == {"linear": pytest.approx(16e-3), "sqrt": pytest.approx(4e-3)}
 
 
 def test_accumulation_beyond_an_epoch(make_config, tmp_path):
