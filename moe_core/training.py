@@ -15,7 +15,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
@@ -327,69 +327,32 @@ def global_grad_norm(model: nn.Module) -> Tensor:
     are summed over the ranks of their expert group.
     """
 
-    def squared_norm(parameters: list[nn.Parameter]) -> Tensor:
-        gradients = [_local_gradient(p) for p in parameters]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            # a norm in fp16 overflows at 65,504
-            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        return get_total_norm(gradients).float() ** 2
-
-    return _sum_over_ranks(model, squared_norm, "gradient norm").sqrt()
-
-
-@torch.no_grad()
-def global_grad_dot(model: nn.Module, vectors: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """The inner product of the gradient of the complete model with `vectors`.
-
-    It is summed over the ranks as in `global_grad_norm`.
-
-    Args:
-        vectors: for each parameter, a tensor of the shape of its gradient. Parameters without an
-            entry count as 0.
-    """
-
-    def inner_product(parameters: list[nn.Parameter]) -> Tensor:
-        parts = []
-        for parameter in parameters:
-            if parameter in vectors:
-                product = _local_gradient(parameter) * local_tensor(vectors[parameter])
-                parts.append(product.sum(dtype=torch.float32))
-        if not parts:
-            return torch.zeros((), device=parameters[0].device)
-        return torch.stack(parts).sum()
-
-    return _sum_over_ranks(model, inner_product, "inner product of gradients")
-
-
-def _sum_over_ranks(
-    model: nn.Module, part_of: Callable[[list[nn.Parameter]], Tensor], operation: str
-) -> Tensor:
-    """The sum of `part_of` over all parameters that have gradients, and over the ranks.
-
-    Args:
-        part_of: maps parameters that are sharded over the same ranks to a scalar. The list has at
-            least one parameter. The scalar is summed over these ranks.
-        operation: the name of the operation in error messages.
-    """
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     groups = [layer.group for layer in moe_layers(model).values()]
     expert_calls = {group.process_group: group.calls for group in groups}
     for process_group, parameters in _parameters_by_group(model).items():
         part = torch.zeros((), device=device)
-        with_gradients = [p for p in parameters if p.grad is not None]
-        if with_gradients:
-            part = part_of(with_gradients)
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        if gradients:
+            part = _squared_norm(gradients)
         # Replicas have equal gradients, so only one expert group is summed.
         if process_group is not None and process_group.size() > 1:
             if process_group in expert_calls:
                 calls = expert_calls[process_group]
-                summed = calls.ranks.all_reduce(calls.with_history(part), operation)
+                summed = calls.ranks.all_reduce(calls.with_history(part), "gradient norm")
                 part = calls.without_history(summed, part)
             else:
                 dist.all_reduce(part, group=process_group)
         total = total + part
-    return total
+    return total.sqrt()
+
+
+def _squared_norm(gradients: list[Tensor]) -> Tensor:
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        # a norm in fp16 overflows at 65,504
+        gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    return get_total_norm(gradients).float() ** 2
 
 
 def _parameters_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, list[nn.Parameter]]:
@@ -408,11 +371,6 @@ def _parameters_by_group(model: nn.Module) -> dict[dist.ProcessGroup | None, lis
             group = parameter.device_mesh.get_group()
         by_group.setdefault(group, []).append(parameter)
     return by_group
-
-
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return local_tensor(parameter.grad)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ _ROUTINGS_OF_KEYS = {
 _STEPS_OF_GRAPHS = {
     "COMPILE": ((False,), "captures of compiled models are not supported"),
     "TRAIN.OPTIMIZER.NAME": (("adamw",), "only 'adamw' can skip a step on the device"),
-    "TRAIN.NOISE_SCALE_FREQ": ((0,), "its measurements are no part of every step"),
     "TRAIN.USE_CHECKPOINT": ((False,), "it saves the state of random numbers on the host"),
     "MODEL.MOE.TOP_K_SCHEDULE": (("",), "the captured top-k stays"),
     "MODEL.MOE.CAPACITY_AUTO": ((False,), "the captured capacity stays"),

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from yacs.config import CfgNode
@@ -308,15 +308,6 @@ class Run:
             bits.append(layer["bits"]["class"] - layer["bits"]["class_by_chance"])
         return mean(bits) if bits else None
 
-    @property
-    def noise_scale(self) -> float | None:
-        """In images: the median until the target, or over the run if it was not reached."""
-        steps = [step for step in self.record.steps if "noise_scale" in step]
-        last_step = self.summary.get("target_step")
-        if last_step is not None:
-            steps = [step for step in steps if step["step"] <= last_step]
-        return median(step["noise_scale"] for step in steps) if steps else None
-
     def top1_after(self, seconds: float) -> float | None:
         """Top-1 of the last epoch that ended within `seconds`; None: no epoch did."""
         elapsed = 0.0
@@ -345,7 +336,6 @@ _MEASURED = {
     "class bits": _Column(lambda run: run.class_bits, ".3f"),
     "epochs to target": _Column(lambda run: run.summary.get("target_epoch")),
     "steps to target": _Column(lambda run: run.summary.get("target_step")),
-    "noise scale, images": _Column(lambda run: run.noise_scale, ",.0f"),
 }
 
 

@@ -303,8 +303,6 @@ class Trainer:
         if result.label_loss is not None and result.teacher_loss is not None:
             values["label_loss"] = mean_over_ranks(self.world, result.label_loss)
             values["teacher_loss"] = mean_over_ranks(self.world, result.teacher_loss)
-        if step.noise.value is not None:
-            values["noise_scale"] = step.noise.value
         if step.scaler.enabled:
             values["loss_scale"] = step.scaler.scale
         values |= self.routing.current

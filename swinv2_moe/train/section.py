@@ -208,13 +208,6 @@ class TrainConfig:
         "limit of the global gradient norm over all ranks; 0: off",
         least=0,
     )
-    noise_scale_freq: int = option(
-        0,
-        "steps between two measurements of the gradient's noise scale, each of two successive"
-        " steps; 0: none",
-        least=0,
-        affects="",
-    )
     accumulation_steps: int = option(
         1,
         "forward and backward passes per optimiser step",

@@ -25,7 +25,6 @@ from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
 from swinv2_moe.train.graph import StepGraph, check_device
-from swinv2_moe.train.noise_scale import NoiseScale
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
@@ -91,8 +90,6 @@ class TrainingStep:
         self.compute_dtype = torch.float32
         if config.amp_enable:
             self.compute_dtype = getattr(torch, config.amp_dtype)
-        global_batch = config.batch_size * config.accumulation_steps * world.size
-        self.noise = NoiseScale(config.noise_scale_freq, global_batch)
         self.skipped_in_a_row = 0
         # the MoE layers whose needed capacity is measured
         self.measured_layers = []
@@ -155,13 +152,9 @@ class TrainingStep:
         values = results.tolist()
         num_losses = self._num_losses
         loss, aux_loss, *of_teacher = values[:num_losses]
-        norm, bad_loss, was_signalled, *measured = values[num_losses:]
-        needed_factors = measured[: len(self.measured_layers)]
+        norm, bad_loss, was_signalled, *needed_factors = values[num_losses:]
         is_finite = bad_loss == 0 and norm < float("inf")
-        if not is_finite:
-            self.noise.forget()
-        elif self.graph is None:
-            self.noise.add(self.model, step, norm, measured[len(needed_factors) :])
+        if is_finite and self.graph is None:
             clip_to_norm(self.model, self.config.clip_grad, norm)
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(
@@ -221,8 +214,8 @@ class TrainingStep:
             batches: the inputs of each batch.
 
         Returns:
-            [2 or 4 + 3 + L + 0 or 1]: the losses, the norm of the gradient, what `_agree` returns
-            for L measured layers, and the inner product for the noise scale.
+            [2 or 4 + 3 + L]: the losses, the norm of the gradient, and what `_agree` returns for L
+            measured layers.
         """
         total = torch.zeros(self._num_losses, device=self.world.device)
         needed = total.new_zeros(len(self.measured_layers))
@@ -236,13 +229,12 @@ class TrainingStep:
         # the biases wait for the losses of all ranks
         norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
         agreed = self._agree(total[0], signalled, needed)
-        product = self.noise.inner_product(self.model)
         if self.graph is not None:
             is_finite = (agreed[0] == 0) & torch.isfinite(norm)
             clip_to_norm(self.model, self.config.clip_grad, norm)
             self.device_step(is_finite)
             update_balance(self.model, applies=is_finite)
-        return torch.cat([total, norm.reshape(1), agreed, product])
+        return torch.cat([total, norm.reshape(1), agreed])
 
     def _forward_and_backward(
         self, inputs: tuple[Tensor, ...], step: int, num_batches: int

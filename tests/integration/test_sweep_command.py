@@ -20,8 +20,6 @@ from swinv2_moe.measure.sweep import ROUTING, Variant
 
 UNTIL_TARGET = {
     "TRAIN.TARGET_TOP1": 5,
-    "TRAIN.NOISE_SCALE_FREQ": 5,
-    "PRINT_FREQ": 5,
     "TRAIN.EPOCHS": 1,
     "TRAIN.WARMUP_EPOCHS": 0,
     "TRAIN.WARMUP_LR": 0,
@@ -236,7 +234,6 @@ def test_batch_sizes_and_optimisers_until_a_target(sweep, quick_jobs, plan, tmp_
         assert columns["epochs to target"]["mean"] == 1  # five percent is less than chance
         summary = json.loads((output / f"{name}-seed0" / "summary.json").read_text())
         assert columns["top-1, %"]["mean"] == summary["val_top1"]
-        assert columns["noise scale, images"]["mean"] >= 0
     assert done.out.count(" 1 of 1 |") == 2
 
     stamps = {file: os.stat(file).st_mtime_ns for file in output.glob("*/summary.json")}

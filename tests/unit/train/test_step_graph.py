@@ -156,7 +156,6 @@ def test_only_one_process_with_a_gpu():
     [
         ("COMPILE", "True"),
         ("TRAIN.OPTIMIZER.NAME", "sgd"),
-        ("TRAIN.NOISE_SCALE_FREQ", "10"),
         ("TRAIN.USE_CHECKPOINT", "True"),
         ("MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:2 1:1"),
         ("MODEL.MOE.CAPACITY_AUTO", "True"),
