@@ -31,8 +31,6 @@ _STEPS_OF_GRAPHS = {
     "MODEL.MOE.CAPACITY_AUTO": ((False,), "the captured capacity stays"),
 }
 
-_CLUSTERED_ROUTERS = ("linear", "cosine", "expert_choice")  # with a direction for each expert
-
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
 
 
@@ -311,11 +309,6 @@ def _check_pretrained(config: CfgNode) -> None:
         raise UserError(
             f"MODEL.UPCYCLE is {model.UPCYCLE!r}: a dense FFN has no third weight, which"
             " MODEL.MOE.GATED (True) needs"
-        )
-    if model.UPCYCLE == "clusters" and model.MOE.ROUTER not in _CLUSTERED_ROUTERS:
-        raise UserError(
-            f"MODEL.UPCYCLE is 'clusters': MODEL.MOE.ROUTER is {model.MOE.ROUTER!r}, clusters start"
-            f" {', '.join(_CLUSTERED_ROUTERS)}"
         )
     for key, needed in (("UPCYCLE_NOISE", 0.0), ("CLASS_MAP", "")):
         if model.UPCYCLE == "run" and model[key] != needed:

@@ -362,10 +362,9 @@ class ModelConfig:
     upcycle: str = option(
         "",
         "start from a dense `MODEL.PRETRAINED`: each dense FFN is copied to every expert of its"
-        " block. `weights`: a new training starts. `clusters`: the same, and the routers start at"
-        " centroids of the tokens of 512 training images. `run`: the dense run continues, at its"
-        " epoch and learning rate, with its optimiser's state. Empty: off",
-        choices=("", "weights", "clusters", "run"),
+        " block. `weights`: a new training starts. `run`: the dense run continues, at its epoch and"
+        " learning rate, with its optimiser's state. Empty: off",
+        choices=("", "weights", "run"),
         affects="",
     )
     upcycle_noise: float = option(

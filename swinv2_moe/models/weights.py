@@ -3,7 +3,7 @@ and a classifier into a model with other classes."""
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -101,7 +101,6 @@ def load_dense(
     noise: float = 0.0,
     seed: int = 0,
     fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda dense: dense,
-    units: Mapping[str, Tensor | None] | None = None,
 ) -> list[str]:
     """Load dense weights (a dict, .safetensors or .pth) into a model with experts.
 
@@ -115,8 +114,6 @@ def load_dense(
             std. It depends on `seed`, the layer and the expert's number, so that it is the same on
             any number of ranks.
         fit: changes the weights, under timm's names, before they are compared with the model's.
-        units: for smaller experts, by the layer's name: the dense FFN's hidden units of each expert
-            of the layer, int64 [experts, hidden dim].
 
     Returns:
         The model's keys that the dense weights do not cover.
@@ -139,11 +136,7 @@ def load_dense(
     ffns = _pop_ffns(dense, layers)
     if upcycle:
         for target, tensor in ffns.items():
-            name_of_layer = _layer_name(target)
-            chosen = (units or {}).get(name_of_layer)
-            if target.endswith("b2"):
-                chosen = None
-            dense[target] = _to_experts(tensor, layers[name_of_layer].shard, chosen)
+            dense[target] = _to_experts(tensor, layers[_layer_name(target)].shard)
     kept = []
     expected = model.state_dict()
     for key in expected:
@@ -256,12 +249,9 @@ def _check_values(dense: dict[str, Tensor], source: str) -> None:
     check_finite(used, source)
 
 
-def _to_experts(tensor: Tensor, shard: ExpertShard, units: Tensor | None = None) -> Tensor:
+def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
     """The rank's part of a dense FFN's tensor along the first dim, expanded to the rank's
-    experts; or each expert's rows `units` [experts, H] of it."""
-    if units is not None:
-        own = units[shard.first_expert : shard.first_expert + shard.num_experts]
-        return tensor[own.tensor_split(shard.num_parts, 1)[shard.part]]
+    experts."""
     part = tensor.tensor_split(shard.num_parts)[shard.part]
     return part.expand(shard.num_experts, *part.shape)
 

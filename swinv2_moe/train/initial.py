@@ -8,8 +8,8 @@ a copy of the dense FFN, with copies of its moments. Routers and shared experts 
 random, and their moments are zero. Source: sparse upcycling, arXiv 2212.05055.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from swinv2_moe.config import (
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.data.classes import NO_CLASS, check_counting, known_classes, match_classes
 from swinv2_moe.errors import UserError, shortened
-from swinv2_moe.models import MoEModel, build_model, configured_windows, load_dense
+from swinv2_moe.models import MoEModel, configured_windows, load_dense
 from swinv2_moe.models.hub import (
     NO_CONFIG,
     description,
@@ -47,7 +47,6 @@ from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_expe
 from swinv2_moe.train.checkpoint import (
     SINGLE_FORMAT,
     Checkpoint,
-    Fit,
     check_network,
     checkpoints_below,
     find_checkpoint,
@@ -55,7 +54,6 @@ from swinv2_moe.train.checkpoint import (
     open_file,
     read_dense,
 )
-from swinv2_moe.train.clusters import Start, find_starts, set_routers
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, read_meta
 
@@ -247,14 +245,12 @@ def load_pretrained(
     world: World,
     seed: int,
     class_names: Sequence[str],
-    images: Iterable[Tensor] = (),
 ) -> tuple[str, ...]:
     """Load MODEL.PRETRAINED, if given.
 
     Args:
-        seed: seed of the noise on upcycled experts, and of clusters.
+        seed: seed of the noise on upcycled experts.
         class_names: of the data. The classifier is matched with them where its names are known.
-        images: batches of training images, for MODEL.UPCYCLE clusters; the main rank reads them.
 
     Returns:
         Messages for the log.
@@ -292,13 +288,8 @@ def load_pretrained(
             dense: str | dict[str, Tensor] = source
             if pretrained:
                 dense = read_dense(pretrained, pretrained.weights_section, model)
-            starts: dict[str, Start] = {}
-            if config.upcycle == "clusters":
-                starts = _clusters(config, dense, model, world, seed, fit, images)
-            units = {name: start.units for name, start in starts.items()}
             noise = config.upcycle_noise
-            fresh = load_dense(model, dense, bool(config.upcycle), noise, seed, fit, units)
-            set_routers(model, starts)
+            fresh = load_dense(model, dense, bool(config.upcycle), noise, seed, fit)
             if fresh and config.experts.freeze:
                 raise UserError(
                     f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"
@@ -318,34 +309,6 @@ def load_pretrained(
             )
         raise UserError(f"{error}{hint}") from error
     return notes
-
-
-def _clusters(
-    config: ModelConfig,
-    dense: str | dict[str, Tensor],
-    model: MoEModel,
-    world: World,
-    seed: int,
-    fit: Fit,
-    images: Iterable[Tensor],
-) -> dict[str, Start]:
-    """The starts of the layers, which the main rank finds for all. Every rank calls this."""
-
-    def find() -> dict[str, Start] | None:
-        if not world.is_main:
-            return None
-        experts = replace(config.experts, num_experts=0, layer=None)
-        num_classes = len(model.get_parameter(model.classifier_names()[1]))
-        with torch.random.fork_rng(devices=[]):  # the ranks' generators stay equal
-            twin = build_model(replace(config, experts=experts), num_classes)
-        source = dense if isinstance(dense, str) else dict(dense)  # load_dense changes it
-        load_dense(twin, source, fit=fit)
-        batches = (batch.to(world.device) for batch in images)
-        return find_starts(twin.to(world.device), model, batches, seed)
-
-    starts = world.agree(world.on_every_rank(find))
-    assert starts is not None
-    return starts
 
 
 def _head_rows(

@@ -107,17 +107,16 @@ def sample_tokens(
     layers: Mapping[str, nn.Module],
     batches: Iterable[Tensor],
     per_image: int,
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Tokens that reach some layers of a model, by the layer's name: [T, M] on the CPU.
 
     Args:
         layers: modules of the model whose first argument is [..., M].
         batches: images [B, C, S, S].
-        per_image: tokens of an image to keep, drawn at random by `seed`; fewer if it has fewer.
+        per_image: tokens of an image to keep, drawn at random with seed 0; fewer if it has fewer.
     """
     tokens: dict[str, list[Tensor]] = {name: [] for name in layers}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     count = 0  # tokens to keep of the current batch
 
     def keep(name: str) -> Callable:

@@ -23,7 +23,6 @@ from swinv2_moe.models import MoEModel, build_model, measure_model
 from swinv2_moe.train.agreement import check_same_start, differing_versions
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.clusters import sample_images
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
@@ -170,9 +169,7 @@ def _open_data(
 
 def _load_pretrained(sections: AllSections, model: MoEModel, world: World, data: Data) -> Data:
     """Load MODEL.PRETRAINED, if given, and return the data with messages about it."""
-    images = sample_images(sections.data, data)
-    seed = sections.run.seed
-    notes = load_pretrained(sections.model, model, world, seed, data.class_names, images)
+    notes = load_pretrained(sections.model, model, world, sections.run.seed, data.class_names)
     return replace(data, notes=data.notes + notes)
 
 

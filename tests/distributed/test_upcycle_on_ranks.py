@@ -1,4 +1,4 @@
-"""MODEL.UPCYCLE run and clusters on two ranks, each with its own experts: as on one."""
+"""MODEL.UPCYCLE run on two ranks, each with its own experts: as on one."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from trainer_cases import SAME_STEPS, make_trainer, resume, save, train_steps
-
-from swinv2_moe.train.clusters import sample_images
-from swinv2_moe.train.initial import load_pretrained
 
 DENSE = "MODEL.MOE.NUM_EXPERTS 0"
 BEFORE, AFTER = 3, 2  # steps
@@ -43,26 +40,3 @@ def test_two_ranks(run_processes, tmp_path, options):
     expected = torch.tensor(train_steps(alone, AFTER))
     # loss and gradient norm; the auxiliary loss is that of each rank's tokens
     torch.testing.assert_close(found[:, ::2], expected[:, ::2], **SAME_STEPS)
-
-
-def start_from_clusters(rank: int, size: int, source: Path, file: Path) -> None:
-    options = f"MODEL.PRETRAINED {source} MODEL.UPCYCLE clusters MODEL.MOE.HIDDEN_RATIO 0.5"
-    trainer = make_trainer(rank, size, f"{options} MODEL.MOE.AUX_LOSS_WEIGHT 0")
-    config, model, data = trainer.config, trainer.step.model, trainer.data
-    images = sample_images(config.data, data)
-    load_pretrained(config.model, model, trainer.world, 0, data.class_names, images)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm2.weight"):  # 0 at first, so the experts would not count
-            torch.nn.init.ones_(parameter)
-    losses = train_steps(trainer, AFTER)
-    if rank == 0:
-        file.write_text(json.dumps(losses))
-
-
-def test_clusters_do_not_depend_on_the_ranks(run_processes, tmp_path):
-    source, losses = save(make_trainer(0, 1, DENSE), tmp_path), []
-    for size in (1, 2):
-        run_processes(start_from_clusters, size, size, source, tmp_path / f"{size}.json")
-        text = (tmp_path / f"{size}.json").read_text()
-        losses.append(torch.tensor(json.loads(text))[:, ::2])
-    torch.testing.assert_close(losses[1], losses[0], **SAME_STEPS)
