@@ -11,11 +11,10 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train workflow detection bench bench-gpu docs wheel test test-random test-slow test-newest lint clean compiler
+.PHONY: help setup train detection bench bench-gpu docs wheel test test-random test-slow test-newest lint clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
-	@echo "make workflow   on digits, or with PRETRAIN=DIR TRANSFER=DIR: shards, staging, pretraining, fine-tuning and few-shot, experts beside dense"
 	@echo "make detection   mmdetection's installation (mmcv is compiled once), then Mask R-CNN on generated shapes"
 	@echo "make bench   the MoE layer, its parts and the network beside dense ones, into benchmarks/results; make bench-gpu on a GPU, 9 minutes a call"
 	@echo "make docs    the documentation as a site, into site/"
@@ -34,10 +33,6 @@ setup: $(VENV)/.installed-run
 
 train: $(VENV)/.installed-run
 	$(PY) tools/quickstart.py --output output/quickstart
-
-# PRETRAIN and TRANSFER: two folders of images, or tars of them; without them, digits.
-workflow: $(VENV)/.installed-run
-	$(PY) tools/workflow.py $(addprefix --pretrain ,$(PRETRAIN)) $(addprefix --transfer ,$(TRANSFER)) --output output/workflow
 
 detection: $(VENV)/.installed-detection
 	@test -f data/shapes/annotations/instances_val.json || $(PY) data/make_shapes.py data/shapes

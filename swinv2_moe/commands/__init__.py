@@ -40,7 +40,6 @@ COMMANDS = {  # the help of each command
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
     "sweep": "train variants with several seeds, and compare them",
     "quickstart": "digits, with experts and dense, in 3 minutes",
-    "workflow": "from shards to few-shot evaluation",
     "configs": "the configurations that --cfg knows by name",
     "config": "keys of the configuration, with defaults and allowed values",
     "make-shards": "shards of a dataset, and their index",

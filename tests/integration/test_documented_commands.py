@@ -171,7 +171,7 @@ def test_reasons_are_needed_and_most_commands_run():
 def test_the_tutorial_names_every_command():
     text = "\n".join(lines(ROOT / "docs" / "tutorial" / "first-model.md"))
     # elsewhere, or part of others
-    absent = "quickstart workflow convert-checkpoint plan-cluster detect sweep compress"
+    absent = "quickstart convert-checkpoint plan-cluster detect sweep compress"
     tools = {tool.stem.replace("_", "-") for tool in (ROOT / "tools").glob("*.py")}
     assert tools - set(absent.split()) <= set(re.findall(r"swinv2-moe ([\w-]+)", text))
 

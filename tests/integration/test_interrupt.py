@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gloo_processes import DEADLINE, ROOT
 
-from swinv2_moe.commands import call, quickstart, workflow
+from swinv2_moe.commands import call, quickstart
 from swinv2_moe.train import run as run_module
 
 COMMANDS = sorted(
@@ -189,18 +189,6 @@ time.sleep(600)
     )
     assert (status, err) == (130, "")  # the other one has said what is to be said
     assert (tmp_path / "saved").exists()
-
-
-def test_a_training_that_is_stopped_ends_what_runs_it(tmp_path, monkeypatch):
-    ran, run = [], tmp_path / "run"
-    monkeypatch.setattr(workflow, "run_tool", lambda *words: ran.append(words))
-    with pytest.raises(SystemExit) as ended:
-        workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
-    assert not ended.value.code
-    run.mkdir()
-    (run / "summary.json").touch()
-    workflow.run_training("configs/quickstart_digits.yaml", tmp_path, run, [])
-    assert len(ran) == 2
 
 
 def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):

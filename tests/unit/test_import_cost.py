@@ -139,7 +139,6 @@ CFG = ["--cfg", "quickstart_digits"]
             "MODEL.MOE.TOP_K is 9",
         ),
         (["quickstart"], CONTRADICTION, "MODEL.MOE.TOP_K is 9"),
-        (["workflow"], UNKNOWN, "unknown key MODEL.MOE.TOPK"),
         (
             ["convert-checkpoint", "import", "single", "none", *CFG, "--output", "none"],
             CONTRADICTION,

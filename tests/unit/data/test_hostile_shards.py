@@ -18,7 +18,6 @@ from shard_cases import OPTIONS, SOURCES, edit_index
 from swinv2_moe import files
 from swinv2_moe.data.classes import class_names
 from swinv2_moe.data.datasets import read_image
-from swinv2_moe.data.prepare.folders import image_folder
 from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import make_shards
 from swinv2_moe.data.prepare.staging import stage
@@ -362,45 +361,6 @@ def test_images_of_more_pixels_than_allowed_are_left_out_of_an_index(tmp_path: P
     index = index_shards(foreign(tmp_path / "in", fill), 0, True, 1, max_pixels=599)
     assert shard(index, 0)["left_out"] == 1
     assert shard(index, 0)["first_left_out"].endswith("a.tar: z.png")
-
-
-# a data set in one tar
-
-SYMBOLIC = {"type": tarfile.SYMTYPE, "linkname": "y.png"}
-HARD = {"type": tarfile.LNKTYPE, "linkname": "../../y"}
-NEGATIVE = {"pax_headers": {"size": "-1024"}}
-
-
-def test_a_data_set_whose_tar_does_more_than_hold_files(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for fill, says in (
-        (lambda tar: add(tar, "../outside.png", b"x"), "outside"),
-        (lambda tar: add(tar, "train/a/x.png", b"", **SYMBOLIC), "symbolic link"),
-        (lambda tar: add(tar, "train/a/x.png", b"", **HARD), "cannot be unpacked"),
-        (lambda tar: add(tar, "train/a/x", b"", type=tarfile.FIFOTYPE), "special file"),
-        (nested_headers, "cannot be unpacked"),
-        (lambda tar: add(tar, "train/a/x.png", b"x", **NEGATIVE), "cannot be unpacked"),
-    ):
-        with tarfile.open(tmp_path / "in/set.tar", "w") as tar:
-            fill(tar)
-        message = refusal(image_folder, tmp_path / "in/set.tar", tmp_path / "in/set")
-        assert f"{tmp_path}/in/set.tar: cannot be unpacked" in message
-        assert says in message
-        assert not (tmp_path / "in/set").exists()
-        assert {path.name for path in tmp_path.iterdir()} == {"in"}
-
-
-def test_nothing_of_a_tar_that_could_not_be_unpacked_is_left_for_the_next(tmp_path: Path) -> None:
-    def write(*names: str) -> None:
-        with tarfile.open(tmp_path / "set.tar", "w") as tar:
-            for name in names:
-                add(tar, name, picture())
-
-    write("train/wrong/1.png", "../x")
-    refusal(image_folder, tmp_path / "set.tar", tmp_path / "set")
-    write("train/a/1.png", "val/a/1.png")
-    folder = image_folder(tmp_path / "set.tar", tmp_path / "set")
-    assert os.listdir(folder / "train") == ["a"]
 
 
 # class names
