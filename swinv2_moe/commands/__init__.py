@@ -31,7 +31,7 @@ COMMANDS = {  # the help of each command
     "show-routing": "pictures of what its experts have specialised in",
     "watch": "curves, experts and time left of a run, in the terminal",
     "report": "one HTML file about a run",
-    "compress": "fewer experts, or none, from a run with experts",
+    "compress": "fewer experts, from a run with experts",
     "export": "ONNX or torch.export program of a checkpoint",
     "convert-checkpoint": "inspect, import or export weights",
     "detect": "train, test and show detectors",

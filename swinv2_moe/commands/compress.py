@@ -1,7 +1,7 @@
-"""Write a run with fewer experts, or a dense one, from a run with experts.
+"""Write a run with fewer experts from a run with experts.
 
     swinv2-moe compress output/mine --experts 6 --output output/mine6
-    swinv2-moe compress output/mine --dense --output output/mine_dense --epochs 10
+    swinv2-moe compress output/mine --experts 6 --output output/mine6 --epochs 10
 
 A sample of the training images decides which experts are removed and merged. Every command that
 reads a run reads the new one. With --epochs the original then teaches it, and the run DIR_distilled
@@ -30,17 +30,15 @@ EPOCHS = 10  # of the distillation whose command is printed
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_checkpoint_arguments(parser, required=True, metavar="DIR", help="directory of the new run")
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--experts", type=int, metavar="N", help="experts of each layer")
-    size.add_argument(
-        "--dense", action="store_true", help="a dense FFN in place of the experts of each layer"
+    parser.add_argument(
+        "--experts", type=int, required=True, metavar="N", help="experts of each layer"
     )
     parser.add_setting("--images", 512, "training images of the sample, evenly spaced", "N")
     parser.add_setting("--epochs", 0, "epochs of the distillation; 0: print its command", "N")
     args = parser.parse_args()
     if args.epochs < 0:
         raise UserError(f"--epochs is {args.epochs}, it must not be negative")
-    if not args.dense and args.experts < 1:
+    if args.experts < 1:
         raise UserError(f"--experts is {args.experts}, it must be at least 1")
     return args
 
@@ -79,9 +77,7 @@ def main() -> None:
     if args.epochs and distilled_run(output).exists():
         raise UserError(f"--output {output}: {distilled_run(output)} already exists")
     resume, selected = select_checkpoint(args.resume, args.checkpoint)
-    result = compress(
-        resume, output, args.experts or 0, args.data, args.dataset, args.opts, args.images
-    )
+    result = compress(resume, output, args.experts, args.data, args.dataset, args.opts, args.images)
     if selected:
         print_lines(selected)
     show(result)

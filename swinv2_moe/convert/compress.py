@@ -1,4 +1,4 @@
-"""A run with fewer experts, or a dense one, from a run with experts and a sample of its images."""
+"""A run with fewer experts from a run with experts and a sample of its images."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from yacs.config import CfgNode
 
 from moe_core import MoEConfig, moe_layers
 from moe_core.files import publish_directory
 from swinv2_moe.config import as_opts, config_from_text, model_config
-from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, dense_ffn, fewer_experts
+from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, fewer_experts
 from swinv2_moe.convert.files import check_new
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import IGNORE
 from swinv2_moe.data.sources import Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
-from swinv2_moe.models import MoEModel, block_name, build_model, load_strict
+from swinv2_moe.models import MoEModel, build_model, load_strict
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.checkpoint import write_weights
 from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
@@ -69,7 +69,7 @@ def compress(
     the sample.
 
     Args:
-        num_experts: experts of each layer; 0: dense FFNs.
+        num_experts: experts of each layer.
         data, dataset, opts: as in `open_deployed`.
         images: training images of the sample, evenly spaced.
 
@@ -120,24 +120,18 @@ def distillation_keys(config: CfgNode, run: Path, teacher: str, epochs: int) -> 
 
 
 def _check(layer: MoEConfig, num_experts: int) -> None:
-    """Raise UserError for layers that cannot get `num_experts` experts, or 0: a dense FFN."""
+    """Raise UserError for layers that cannot get `num_experts` experts."""
     if layer.router not in ROUTERS:
         raise UserError(
             f"MODEL.MOE.ROUTER is {layer.router!r}: only experts of the routers"
             f" {' and '.join(ROUTERS)} can be removed and merged"
         )
-    if num_experts == 0:
-        if layer.gated or layer.activation != "gelu":
-            raise UserError(
-                f"--dense: MODEL.MOE.ACTIVATION is {layer.activation!r} and MODEL.MOE.GATED"
-                f" {layer.gated}, a dense FFN has 'gelu' and False"
-            )
-    elif num_experts >= layer.num_experts:
+    if num_experts >= layer.num_experts:
         raise UserError(
             f"--experts {num_experts}: must be below the run's number of experts"
             f" ({layer.num_experts})"
         )
-    elif num_experts < layer.top_k:
+    if num_experts < layer.top_k:
         raise UserError(
             f"--experts {num_experts}: must be at least MODEL.MOE.TOP_K ({layer.top_k}), the"
             " experts of a token"
@@ -178,22 +172,16 @@ class _Images:
 
 
 def _compress_layers(model: MoEModel, smaller: MoEModel, sample: _Images) -> dict[str, Compressed]:
-    """The compressed layers by name, as `smaller` needs them. All see the tokens of the original
-    model."""
+    """The compressed layers by name, with as many experts as those of `smaller`. All see the tokens
+    of the original model."""
     layers, fewer = moe_layers(model), moe_layers(smaller)
     per_image = -(-TOKENS // len(sample))
     tokens = sample_tokens(model, layers, sample.batches(), per_image)
     compressed = {}
     with Bar(Console(), "layers", len(layers)) as bar:
         for name, layer in layers.items():
-            if name in fewer:
-                num_experts = fewer[name].config.num_experts
-                compressed[name] = fewer_experts(layer, tokens[name], num_experts)
-            else:
-                fc2 = smaller.get_submodule(f"{block_name(name)}.mlp.fc2")
-                assert isinstance(fc2, nn.Linear)
-                has_bias = fc2.bias is not None
-                compressed[name] = dense_ffn(layer, tokens[name], fc2.in_features, has_bias)
+            num_experts = fewer[name].config.num_experts
+            compressed[name] = fewer_experts(layer, tokens[name], num_experts)
             bar.advance("")
     return compressed
 
@@ -202,11 +190,7 @@ def _tensors(model: MoEModel, layers: dict[str, Compressed]) -> dict[str, Tensor
     """The tensors of the model with compressed layers."""
     tensors = model.state_dict()
     for name, layer in layers.items():
-        prefix = f"{name}."
-        if "fc1.weight" in layer.tensors:
-            tensors = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
-            prefix = f"{block_name(name)}.mlp."
-        tensors |= {f"{prefix}{key}": tensor for key, tensor in layer.tensors.items()}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in layer.tensors.items()}
     return tensors
 
 

@@ -1,6 +1,4 @@
-"""Fewer experts, or one dense FFN, in place of a layer's experts, from a sample of its tokens.
-
-`fewer_experts`:
+"""Fewer experts in place of a layer's experts, from a sample of its tokens.
 
 1. Prune. The expert whose removal changes the layer's output least is removed, then the next one.
    Its tokens go to the experts that the router ranks next. An expert with few tokens changes
@@ -15,16 +13,7 @@
    near is decided by tokens that the regression has not seen, also whether it helps at all. Fitting
    merged experts to outputs by least squares: MergeMoE, arXiv 2510.14436.
 
-`dense_ffn` needs no router:
-
-1. The hidden units are the load-weighted mean of the matched experts, if an expert has as many
-   units as the dense FFN; or the units with the largest share in the layer's output, of all
-   experts. With small experts (a quarter of the hidden dim, 4 of 32 a token) the dense FFN of equal
-   active MACs has room for an eighth of the units: the others are lost.
-2. The second weight and bias are fitted in the same way. Of both starts the one that changes the
-   output of unseen tokens less is used.
-
-A short distillation from the original model follows either.
+A short distillation from the original model follows.
 """
 
 # T tokens, E experts, N experts left, K top-k, H hidden dim of an expert, M model dim
@@ -146,9 +135,6 @@ class Sample:
             ids = torch.tensor(rows)[ids]
         chosen = outputs[ids, torch.arange(len(ids))[:, None]]  # [T, K, M]
         return torch.einsum("tk,tkm->tm", gates, chosen)
-
-
-# --- fewer experts
 
 
 @torch.no_grad()
@@ -330,79 +316,6 @@ def matched(expert: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Te
     order = torch.from_numpy(linear_sum_assignment(similarity.numpy(), maximize=True)[1])
     of_units = {name: p[order] for name, p in expert.items() if name != "b2"}
     return expert | of_units
-
-
-# --- one dense FFN
-
-
-@torch.no_grad()
-def dense_ffn(layer: MoELayer, tokens: Tensor, hidden_dim: int, bias: bool = True) -> Compressed:
-    """A dense FFN in place of the layer, from tokens [T, M] (see the module): the tensors
-    fc1.weight and so on of a block's FFN. The experts are not gated.
-
-    Args:
-        bias: whether the FFN has a second bias.
-    """
-    sample, config = Sample(layer, tokens), layer.config
-    target = sample.target
-    if layer.shared is not None:
-        target = target + layer.shared(tokens)
-    starts = {"units with the largest share in the output": _important(sample, hidden_dim)}
-    if config.hidden_dim == hidden_dim and layer.shared is None:
-        starts["load-weighted mean of the experts"] = _mean(sample)
-    if not bias:
-        for start in starts.values():
-            del start["b2"]
-    fitted = torch.arange(len(tokens)) % 2 == 0  # the other tokens decide
-    changes = {}
-    for how, start in starts.items():
-        rows, second = _linear_part(start, tokens, config)
-        for ridge in RIDGE:
-            y = rows[~fitted] @ _regression(rows[fitted], target[fitted], second, ridge)
-            changes[how, ridge] = change_of(target[~fitted], y)[0]
-    best = min(changes, key=changes.__getitem__)
-    how, ridge = best
-    rows, second = _linear_part(starts[how], tokens, config)
-    second = _regression(rows, target, second, ridge)
-    tensors = {"fc1.weight": starts[how]["w1"], "fc1.bias": starts[how]["b1"]}
-    tensors["fc2.weight"] = second[:hidden_dim].T.contiguous()
-    if bias:
-        tensors["fc2.bias"] = second[-1]
-    return Compressed(tensors, changes[best], how)
-
-
-def _important(sample: Sample, hidden_dim: int) -> dict[str, Tensor]:
-    """An FFN of the hidden units with the largest share in the layer's output: the sum over tokens
-    of (gate value * unit)^2, times the square of the unit's row of the second weight."""
-    layer, tokens = sample.layer, sample.tokens
-    sets = [(layer.experts, e, sample.weights[:, e]) for e in range(layer.config.num_experts)]
-    if layer.shared is not None:
-        sets.append((layer.shared, 0, torch.ones(len(tokens))))
-    units, importance = [], []
-    for experts, e, gates in sets:
-        expert = {name: p[e] for name, p in experts.named_parameters()}
-        hidden = F.gelu(F.linear(tokens, expert["w1"], expert["b1"]))
-        squares = (gates[:, None] * hidden).square().sum(0)
-        importance.append(squares * expert["w2"].square().sum(1))
-        units.append((expert["w1"], expert["b1"], gates.mean() * expert["w2"]))
-    chosen = torch.cat(importance).topk(hidden_dim).indices.sort().values
-    w1, b1, w2 = [torch.cat(column)[chosen] for column in zip(*units, strict=True)]
-    return {"w1": w1, "b1": b1, "w2": w2, "b2": tokens.new_zeros(tokens.shape[1])}
-
-
-def _mean(sample: Sample) -> dict[str, Tensor]:
-    """The mean of the experts, matched to the one with the highest load and weighted by load."""
-    loads = (sample.weights > 0).sum(0).double()
-    experts = dict(sample.layer.experts.named_parameters())
-    first = {name: p[int(loads.argmax())] for name, p in experts.items()}
-    mean = {name: torch.zeros_like(p) for name, p in first.items()}
-    mean["b2"] = sample.tokens.new_zeros(sample.tokens.shape[1])  # also without output_bias
-    for e, share in enumerate(loads / loads.sum()):
-        expert = matched({name: p[e] for name, p in experts.items()}, first)
-        for name, p in expert.items():
-            mean[name].add_(p, alpha=float(share))
-    gate = sample.weights.sum(1).mean()
-    return mean | {"w2": gate * mean["w2"], "b2": gate * mean["b2"]}
 
 
 def _regression(rows: Tensor, target: Tensor, start: Tensor, ridge: float) -> Tensor:

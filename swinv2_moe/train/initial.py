@@ -304,8 +304,8 @@ def load_pretrained(
             )
         elif not config.experts.num_experts and ".moe." in str(error):
             hint = (
-                " (MODEL.MOE.NUM_EXPERTS is 0 and the weights have experts; `swinv2-moe compress"
-                " RUN --dense` makes a dense run of one with experts)"
+                " (MODEL.MOE.NUM_EXPERTS is 0 and the weights have experts; a dense model can"
+                " learn from a run with experts: TRAIN.DISTILL.TEACHER)"
             )
         raise UserError(f"{error}{hint}") from error
     return notes

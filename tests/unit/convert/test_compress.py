@@ -10,7 +10,7 @@ from tool_cases import assert_one_line, command
 
 from moe_core import MoEConfig, MoELayer, moe_layers
 from swinv2_moe.config import config_from_text, load_config, model_config
-from swinv2_moe.convert.fewer_experts import Sample, dense_ffn, fewer_experts, matched
+from swinv2_moe.convert.fewer_experts import Sample, fewer_experts, matched
 from swinv2_moe.measure.report import render
 from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import read_run
@@ -105,36 +105,6 @@ def test_matched_experts_have_equal_hidden_units():
     assert all(torch.equal(found[name], p) for name, p in expert.items())
 
 
-def test_equal_experts_become_their_dense_ffn():
-    """Also in another order of their hidden units, and with a gate value of 1."""
-    layer = random_layer(top_k=2)
-    with torch.no_grad():
-        for e in range(1, 6):
-            order = torch.randperm(HIDDEN)
-            for name, p in layer.experts.named_parameters():
-                p[e] = p[0] if name == "b2" else p[0][order]
-    result = dense_ffn(layer, tokens(1), HIDDEN)
-    assert result.change < 1e-9
-    assert result.how == "load-weighted mean of the experts"
-    weight = result.tensors["fc2.weight"].T
-    first = dict(layer.experts.named_parameters())
-    known = {"w1": result.tensors["fc1.weight"], "b1": result.tensors["fc1.bias"], "w2": weight}
-    for name, p in matched(known, {name: p[0].detach() for name, p in first.items()}).items():
-        torch.testing.assert_close(p, first[name][0], rtol=1e-3, atol=1e-3)
-
-
-def test_small_experts_give_their_best_units():
-    """Units without effect are not chosen; with all others the output is the same."""
-    layer = random_layer(top_k=6)  # a token has all experts, with gate values that do not vary
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        layer.experts.w2[:, HIDDEN // 2 :] = 0
-    result = dense_ffn(layer, tokens(1, 2000), 6 * HIDDEN // 2)
-    assert result.change < 1e-4
-    used = layer.experts.w1[:, : HIDDEN // 2].flatten(0, 1)
-    assert torch.equal(result.tensors["fc1.weight"], used)
-
-
 # --- the command
 
 
@@ -164,31 +134,30 @@ def make_run(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("size", ["--experts 2", "--dense"])
-@pytest.mark.parametrize("opts", [[], FINE, ["MODEL.TYPE", "swin_moe"]], ids=["", "fine", "pre"])
-def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path, size, opts):
-    if opts == FINE and size == "--experts 2":
-        size = "--experts 6"
+@pytest.mark.parametrize(
+    ("opts", "num_experts"),
+    [([], 2), (FINE, 6), (["MODEL.TYPE", "swin_moe"], 2)],
+    ids=["", "fine", "pre"],
+)
+def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path, opts, num_experts):
     run, output = make_run(*opts), tmp_path / "new"
-    finished = compress(run, size, "--images 48 --output", output)
+    finished = compress(run, f"--experts {num_experts} --images 48 --output", output)
     assert (finished.status, finished.err) == (0, ""), finished
     assert "next: " in finished.out
     source = open_newest(output)
-    num_experts = 0 if size == "--dense" else int(size.split()[1])
     text = (output / "config.yaml").read_text()
     assert num_experts == config_from_text(text, "new").MODEL.MOE.NUM_EXPERTS
     assert source.meta["config"] == text
     assert (source.meta["step"], source.meta["class_names"][3]) == (7, "3")
     with open_deployed(str(output)) as deployed:
         model = deployed.model(10)
-        assert {layer.config.num_experts for layer in moe_layers(model).values()} <= {num_experts}
+        assert {layer.config.num_experts for layer in moe_layers(model).values()} == {num_experts}
     (line,) = (output / "metrics.jsonl").read_text().splitlines()
     assert f"-> {json.loads(line)['loss']:.3f}" in finished.out
     record = read_run(output)
     assert record.steps[0]["step"] == 7
     page = render([record], [Validation()])
-    experts = f"{num_experts} experts in 2 layers" if num_experts else "dense"
-    assert f", {experts}" in page
+    assert f", {num_experts} experts in 2 layers" in page
     assert "; compressed from another run, not trained" in page
     assert "images/s, median" not in page
 
@@ -199,7 +168,7 @@ def test_the_printed_command_distils_the_original(
     size_of_its_own_teacher = ("TRAIN.DISTILL.IMG_SIZE", "40")
     run = make_run("AUG.MIXUP", "0.8", *size_of_its_own_teacher)
     output = tmp_path / "new"
-    words = shlex.split(compress(run, "--dense --output", output).out.splitlines()[-1])
+    words = shlex.split(compress(run, "--experts 2 --output", output).out.splitlines()[-1])
     arguments = words[words.index("--cfg") :]
     assert words[words.index("--cfg") - 1].removesuffix(".py").endswith("train")
     train = command("train", monkeypatch, capsys)
@@ -226,26 +195,22 @@ def test_bad_input_is_one_line(compress, make_run, tmp_path, monkeypatch):
     refused("--experts is 0, it must be at least 1", "--experts 0")
     refused("--epochs is -1", "--experts 2 --epochs -1")
     refused("--images is 0", "--experts 2 --images 0")
-    refused("RUN nowhere: no such directory", "--dense", source="nowhere")
+    refused("RUN nowhere: no such directory", "--experts 2", source="nowhere")
     output.mkdir()
-    assert_one_line(compress(run, "--dense --output", output), "already exists")
+    assert_one_line(compress(run, "--experts 2 --output", output), "already exists")
     output.rmdir()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("WORLD_SIZE is 2", "--dense")
+    refused("WORLD_SIZE is 2", "--experts 2")
 
 
 @pytest.mark.parametrize(
-    ("opts", "words", "says"),
+    ("opts", "says"),
     [
-        (["MODEL.MOE.NUM_EXPERTS", "0"], "--dense", "a dense model, it has no experts"),
-        (["MODEL.MOE.ROUTER", "soft"], "--dense", "MODEL.MOE.ROUTER is 'soft'"),
-        (["MODEL.MOE.GATED", "true"], "--dense", "MODEL.MOE.GATED True"),
-        (["MODEL.MOE.ACTIVATION", "relu"], "--dense", "MODEL.MOE.ACTIVATION is 'relu'"),
+        (["MODEL.MOE.NUM_EXPERTS", "0"], "a dense model, it has no experts"),
+        (["MODEL.MOE.ROUTER", "soft"], "MODEL.MOE.ROUTER is 'soft'"),
     ],
 )
-def test_a_run_that_cannot_be_compressed_is_one_line(
-    compress, make_run, tmp_path, opts, words, says
-):
+def test_a_run_that_cannot_be_compressed_is_one_line(compress, make_run, tmp_path, opts, says):
     output = tmp_path / "new"
-    assert_one_line(compress(make_run(*opts), words, "--output", output), says)
+    assert_one_line(compress(make_run(*opts), "--experts 2 --output", output), says)
     assert not output.exists()
