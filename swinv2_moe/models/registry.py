@@ -5,6 +5,8 @@ MODEL.TYPE, such as `swinv2_moe`, are for models of any size: the files of `expo
 `swinv2_moe_bundled_tiny` is the model of this package, with weights.
 """
 
+from typing import Any
+
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.swin_transformer_v2 import checkpoint_filter_fn
@@ -55,7 +57,7 @@ default_cfgs = generate_default_cfgs(
 def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
     args = {"num_experts": 8} | variant_args | kwargs
     stages = tuple(range(len(args["depths"])))
-    model = build_model_with_cfg(
+    model: Any = build_model_with_cfg(
         cls,
         variant,
         pretrained,
