@@ -44,6 +44,8 @@ _OTHER_WORDS = {
     "OUTPUT_DIR": "OUTPUT",
 }
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
+# Keys that left: the value that changed nothing, which earlier runs have recorded, and why.
+_LEFT = {"TRAIN.NOISE_SCALE_FREQ": (0, "since nobody acted on the gradient's noise scale")}
 
 
 def load_config(
@@ -343,6 +345,11 @@ def _checked(
         if not isinstance(key, str):
             key = short(key)
         name = prefix + key
+        if name in _LEFT:
+            off, reason = _LEFT[name]
+            if value == off:
+                continue
+            raise UserError(f"{source}{name} is {short(value, 200)}: this key has left, {reason}")
         if key not in group:
             name, value = _innermost(name, value)
             raise UserError(

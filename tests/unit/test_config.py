@@ -352,6 +352,14 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
     assert "list" in message
 
 
+def test_a_key_that_left_is_refused_unless_it_changed_nothing():
+    for key, (off, reason) in load._LEFT.items():
+        group, name = key.rsplit(".", 1)
+        text = yaml.safe_dump({group: {name: off}})
+        assert config_from_text(text, "checkpoint RUN") == default_config()
+        assert fails(key, "17").endswith(f"{key} is '17': this key has left, {reason}")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
