@@ -81,10 +81,20 @@ def runs(qkv: Tensor) -> bool:
     return qkv.is_cpu and qkv.dtype in (torch.bfloat16, torch.float32) and _cpp_runs()
 
 
-# Constants for torch.compile, which cannot trace imports and logging.
+# Constants for torch.compile, which cannot trace imports and logging. torch 2.14 would trace what
+# `functools.cache` wraps, so the constants are functions without it.
 @torch.compiler.assume_constant_result
-@functools.cache
 def _triton_runs() -> bool:
+    return _triton_starts()
+
+
+@torch.compiler.assume_constant_result
+def _cpp_runs() -> bool:
+    return chosen() is not None
+
+
+@functools.cache
+def _triton_starts() -> bool:
     try:
         import triton
 
@@ -97,12 +107,6 @@ def _triton_runs() -> bool:
         )
         return False
     return True
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def _cpp_runs() -> bool:
-    return chosen() is not None
 
 
 def _kernels(qkv: Tensor):

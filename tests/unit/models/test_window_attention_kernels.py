@@ -295,9 +295,9 @@ def test_dropout_of_probabilities_is_left_to_torch(monkeypatch):
 def test_without_triton_torch_is_taken_and_the_log_says_so(monkeypatch, caplog):
     # what importing it does where it is not installed
     monkeypatch.setitem(sys.modules, "triton", None)
-    module._triton_runs.cache_clear()
+    module._triton_starts.cache_clear()
     assert [module._triton_runs() for _ in range(2)] == [False, False]
-    module._triton_runs.cache_clear()
+    module._triton_starts.cache_clear()
     (message,) = caplog.messages
     assert "ModuleNotFoundError" in message
 
