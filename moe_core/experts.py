@@ -55,6 +55,8 @@ class Experts(nn.Module):
     b2: nn.Parameter | None
     w3: nn.Parameter | None
     b3: nn.Parameter | None
+    # Set by a layer with replicas: the same weights, whose gradients are averaged over them.
+    average: Callable[..., Sequence[Tensor]] | None = None
 
     def __init__(self, config: MoEConfig, shard: ExpertShard | None = None, device=None) -> None:
         super().__init__()
@@ -63,8 +65,6 @@ class Experts(nn.Module):
         self._copies: PreparedValue[ComputedWeights] = PreparedValue()
         # Within `cast_ahead`: the weights without biases, in the dtype of computation.
         self._casts: ExpertWeights | None = None
-        # Set by a layer with replicas: the same weights, whose gradients are averaged over them.
-        self.average: Callable[..., Sequence[Tensor]] | None = None
         shapes = _parameter_shapes(config)
         for name in ExpertWeights._fields:
             parameter = None
@@ -278,7 +278,9 @@ class Experts(nn.Module):
         casts = None
         # Weights in int8, and those gathered from several ranks, have no casts.
         if self._casts is not None and isinstance(used, ExpertWeights):
-            is_own = used.w1.data_ptr() == self.w1.data_ptr()  # the parameter, or `averaged`
+            is_own = used.w1 is self.w1
+            if self.average is not None:  # which gives an alias
+                is_own = used.w1.data_ptr() == self.w1.data_ptr()
             casts = self._casts if is_own else None
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
 

@@ -233,6 +233,8 @@ def formula(
     for peer in (p for p in range(size) if p != here):
         if peer // block == here // block:
             elements[peer] += gathers * sum(own)
+            if r == 0:
+                elements[peer] += 2  # which layer it is, in fp64, with the gather of its weights
             messages[peer] += gathers * len(own)
         # from one rank to one other, in one exchange
         pair = r * num_tokens // size * layer.config.model_dim

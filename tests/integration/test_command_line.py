@@ -118,8 +118,8 @@ BAD_INPUT = {
         "does not fit ... patch_embed.proj.weight ... nothing was loaded"
     ),
     "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 0": (
-        "missing: layers.1.blocks.0.mlp.fc1.weight ... unexpected: "
-        "layers.1.blocks.0.mlp.moe.router.weight"
+        "does not fit ... layers.1.blocks.0.mlp.moe.experts: 4 there, 0 in the model ... nothing"
+        " was loaded"
     ),
     "--opts MODEL.PRETRAINED {root}/none.pth": "none.pth ... no such file",
     "--opts DATA.GLOBAL_BATCH_SIZE 15 TRAIN.ACCUMULATION_STEPS 2": "SIZE is 15 ... (2)",

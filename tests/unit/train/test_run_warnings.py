@@ -109,10 +109,12 @@ def test_the_configurations_of_this_repository_have_usual_learning_rates(make_tr
 
 def test_data_of_one_class(make_config, tmp_path, capsys):
     data = tmp_path / "data"
-    for split in ("train", "val"):
+    for first, split in enumerate(("train", "val")):
         (data / split / "cat").mkdir(parents=True)
         for i in range(4):
-            Image.new("RGB", (16, 16), (40 * i,) * 3).save(data / split / "cat" / f"{i}.png")
+            Image.new("RGB", (16, 16), (40 * i + first,) * 3).save(
+                data / split / "cat" / f"{i}.png"
+            )
     keys = {"DATA.DATASET": "folder", "DATA.PATH": data, "DATA.BATCH_SIZE": 2, "TRAIN.MAX_STEPS": 1}
     assert train(make_config(tmp_path / "run", keys | {"DATA.NUM_WORKERS": 0}))["steps"] == 1
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
