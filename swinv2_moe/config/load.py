@@ -44,8 +44,8 @@ _OTHER_WORDS = {
     "OUTPUT_DIR": "OUTPUT",
 }
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
-# Keys that left: the value that changed nothing, which earlier runs have recorded, and why.
-_LEFT = {"TRAIN.NOISE_SCALE_FREQ": (0, "since nobody acted on the gradient's noise scale")}
+# Keys that left, and why. Earlier runs have recorded them; there they count no more.
+_LEFT = {"TRAIN.NOISE_SCALE_FREQ": "since nobody acted on the gradient's noise scale"}
 
 
 def load_config(
@@ -338,7 +338,7 @@ def _checked(
     Args:
         group: the defaults of the keys of `content`.
         prefix: the name of the group with a dot at its end.
-        source: the beginning of messages.
+        source: the beginning of messages; "" for what a run has recorded.
     """
     values = {}
     for key, value in content.items():
@@ -346,10 +346,10 @@ def _checked(
             key = short(key)
         name = prefix + key
         if name in _LEFT:
-            off, reason = _LEFT[name]
-            if value == off:
+            if not source:
                 continue
-            raise UserError(f"{source}{name} is {short(value, 200)}: this key has left, {reason}")
+            given = short(value, 200)
+            raise UserError(f"{source}{name} is {given}: this key has left, {_LEFT[name]}")
         if key not in group:
             name, value = _innermost(name, value)
             raise UserError(

@@ -205,13 +205,15 @@ def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | bytes | 
     """
     several: Any = pictures
     is_batch = isinstance(pictures, np.ndarray) and pictures.ndim == 4
-    if isinstance(pictures, Picture) and not is_batch:
+    if (isinstance(pictures, Picture) and not is_batch) or not isinstance(pictures, Iterable):
         several = [pictures]
     found: list[Path | bytes | Image.Image] = []
     for number, picture in enumerate(several):
         if isinstance(picture, (bytes, Image.Image)):
             found.append(picture)
         elif isinstance(picture, (str, os.PathLike)):
+            if not os.fspath(picture):
+                raise UserError(f"picture {number} is {picture!r}, it must name a file or folder")
             found += image_paths([picture])
         else:
             found.append(_image_of(picture, number))

@@ -397,14 +397,11 @@ class Progress:
             step: number of steps before the state was taken.
             state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch",
                 "epoch_losses", "epoch_seconds", "best_by" and "best_score". After a change of
-                TRAIN.BEST_BY the next validation is the best one.
+                TRAIN.BEST_BY the next validation is the best one; after the last step none follows.
         """
         self.step = step
         self.epoch = state["epoch"]
         self.validated_step = state["validated_step"]
-        if state.get("best_by", "top1") == self.best_by:
-            self.best_top1 = state["best_top1"]
-            self.best_score = state.get("best_score", self.best_top1)
         self.last_top1 = state["last_top1"]
         self.skipped = state["skipped"]
         self.epoch_seconds = state.get("epoch_seconds", 0.0)
@@ -417,6 +414,9 @@ class Progress:
         share = self.epoch_step / max(state["epoch_step"], 1)
         self.epoch_loss = state["epoch_loss"] * share
         self.epoch_losses = state.get("epoch_losses", state["epoch_step"]) * share
+        if self.finished or state.get("best_by", "top1") == self.best_by:
+            self.best_top1 = state["best_top1"]
+            self.best_score = state.get("best_score", self.best_top1)
 
 
 def steps_per_epoch(accumulation_steps: int, num_batches: int) -> int:

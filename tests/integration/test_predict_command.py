@@ -134,6 +134,8 @@ def test_arrays_and_bytes(model, pictures):
         (np.zeros((0, 8), np.uint8), r"array of uint8 \[0, 8\]: "),
         ([b"", torch.zeros(3, 8, 8)], "picture 1 is Tensor: predict takes a path"),
         ([None], "picture 0 is NoneType"),
+        (3, "picture 0 is int"),
+        ("", "picture 0 is '', it must name a file or folder"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_the_way_out(picture, says, model):

@@ -352,11 +352,12 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
     assert "list" in message
 
 
-def test_a_key_that_left_is_refused_unless_it_changed_nothing():
-    for key, (off, reason) in load._LEFT.items():
+def test_a_key_that_left_is_refused_but_in_recorded_configurations(tmp_path):
+    for key, reason in load._LEFT.items():
         group, name = key.rsplit(".", 1)
-        text = yaml.safe_dump({group: {name: off}})
+        text = yaml.safe_dump({group: {name: 5}})
         assert config_from_text(text, "checkpoint RUN") == default_config()
+        assert f"this key has left, {reason}" in fails(file=write(tmp_path / "c.yaml", text))
         assert fails(key, "17").endswith(f"{key} is '17': this key has left, {reason}")
 
 

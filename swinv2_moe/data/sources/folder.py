@@ -6,6 +6,7 @@ N images
 import glob
 import hashlib
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -36,9 +37,13 @@ _OTHER_NAMES = dict.fromkeys(("train", "training", "training_set", "train_set"),
 _OTHER_NAMES |= dict.fromkeys((*VALIDATION_FOLDERS, "validation_set", "val_set"), "val")
 _OTHER_NAMES |= dict.fromkeys(("testing", "testing_set", "test_set"), "val")
 # What often lies beside class folders, in small letters: images for other uses, and no images
-_NO_TRAINING = {"dev", "eval", "evaluation", "holdout", "test1", "test_images", "val_images"}
+_KIND = r"_?(\d|set|data|images?|imgs?|pictures|photos)"
+_SPLIT_NAME = re.compile(
+    rf"(tests?|testing|val|valid|validation|dev|eval|evaluation|holdout)({_KIND})?"
+    rf"|train(ing)?{_KIND}"
+)
 _NO_CLASSES = {"label", "labels", "annotation", "annotations", "ground_truth", "groundtruth"}
-_NO_CLASSES |= {"metadata", "unlabeled", "unlabelled", "predictions"}
+_NO_CLASSES |= {"mask", "masks", "metadata", "unlabeled", "unlabelled", "predictions"}
 
 
 @register_dataset("folder")
@@ -154,8 +159,7 @@ def _check_names(root: str, has_train: bool, validation: str | None) -> None:
     if has_train or validation is not None:
         return
     for name in subfolders(root):
-        is_other = _OTHER_NAMES.get(_small(name)) == "val" or _small(name) in _NO_TRAINING
-        if is_other and name != "test":
+        if _SPLIT_NAME.fullmatch(_small(name)) and name != "test":
             raise UserError(
                 f"DATA.PATH is {root!r}: {printable(name)}/ lies beside class folders; if its"
                 " images are for validation, move the class folders into train/ and rename it to"

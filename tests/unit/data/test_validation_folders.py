@@ -134,7 +134,7 @@ def test_a_folder_test_beside_class_folders_is_no_class(load, flat, inner):
     assert load({"DATA.VAL_SPLIT": 0.2}).class_names == ["cat", "dog", "test_class"]
 
 
-@pytest.mark.parametrize("name", ["Test", "Val-Set", "test images", "holdout"])
+@pytest.mark.parametrize("name", ["Test", "tests", "Val-Set", "test images", "train2", "holdout"])
 def test_other_names_of_it_are_refused(load, flat, name):
     (flat / "dog").rename(flat / name)
     says = f"'{flat}': {name}/ lies beside class folders; .* for example to {name}_class/$"
@@ -144,7 +144,7 @@ def test_other_names_of_it_are_refused(load, flat, name):
     assert len(load({"DATA.VAL_SPLIT": 0.2}).class_names) == 2
 
 
-@pytest.mark.parametrize("name", ["labels", "Annotations", "ground truth"])
+@pytest.mark.parametrize("name", ["labels", "Annotations", "ground truth", "masks"])
 def test_folders_that_hold_no_class_are_refused(load, root, name):
     for split in ("train", "val"):
         shutil.copytree(root / split / "cat", root / split / name)
