@@ -65,7 +65,8 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
         feature_cfg={"flatten_sequential": True, "out_indices": args.pop("out_indices", stages)},
         **args,
     )
-    if isinstance(model, cls):  # not with `features_only`
+    is_whole = isinstance(model, cls)  # not with `features_only`
+    if is_whole:
         stride = model.feature_info[-1]["reduction"]
         sides = model.pretrained_cfg["input_size"][1:]
         model.pretrained_cfg["pool_size"] = tuple(-(-side // stride) for side in sides)
