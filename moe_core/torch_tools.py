@@ -117,11 +117,11 @@ def average_in_backward(layer: HasExperts) -> None:
         experts.average = None
         if group.num_replicas > 1 and is_averaged(layer):
             experts.average = partial(AverageOverReplicas.apply, group)
-    owner = weakref.ref(layer)
+    owner, size = weakref.ref(layer), group.size
 
-    def divide(grad: Tensor) -> Tensor:
+    def divide(grad: Tensor) -> Tensor:  # it keeps neither the layer nor its group
         layer = owner()
-        return grad if layer is not None and not is_averaged(layer) else grad / group.size
+        return grad if layer is not None and not is_averaged(layer) else grad / size
 
     for parameter in experts.parameters():
         if group.size > 1 and parameter.requires_grad and parameter not in _DIVIDED:
