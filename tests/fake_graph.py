@@ -35,7 +35,8 @@ class FakeGraph(TorchDispatchMode):
         self._is_first = True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if str(function) == "aten._local_scalar_dense.default":
+        # in inference mode `item` arrives whole
+        if str(function) in ("aten._local_scalar_dense.default", "aten.item.default"):
             raise RuntimeError("operation not permitted when stream is capturing")
         result = function(*args, **(kwargs or {}))
         self.operations.append(Operation(function, args, kwargs or {}, result))
@@ -53,8 +54,13 @@ class FakeGraph(TorchDispatchMode):
 def capture(run: Callable[[], object]) -> Callable[[], None]:
     """In place of `swinv2_moe.train.graph.capture`."""
     graph = FakeGraph()
-    with graph:
-        run()
+    state = torch.get_rng_state()
+    try:
+        with graph:
+            run()
+    except RuntimeError:
+        torch.set_rng_state(state)
+        raise
     return graph.replay
 
 

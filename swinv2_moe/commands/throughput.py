@@ -71,8 +71,8 @@ def parse() -> argparse.Namespace:
     parser.add_setting("--warmup", DEFAULT.warmup, "unmeasured rounds first", "N")
     parser.add_argument(
         "--graph",
-        action="store_true",
-        help="replay CUDA graphs of passes and steps, on one GPU",
+        action=argparse.BooleanOptionalAction,
+        help="replay CUDA graphs of passes and steps (default: on one GPU, where they can be)",
     )
     add_opts_argument(parser)
     return parser.parse_args()
@@ -110,7 +110,9 @@ def cost_table(rows: Sequence[Row]) -> Table:
 
 def summary(row: Row) -> str:
     """The heading of a combination's table: how its tokens were routed."""
-    return f"{row.combination}: {row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
+    as_graphs = ", CUDA graphs" if row.is_graph else ""
+    load = f"{row.dropped:.1%} dropped, largest load {row.largest_load:.2f}"
+    return f"{row.combination}{as_graphs}: {load}"
 
 
 def _rate(values: Sequence[float]) -> str:
@@ -159,8 +161,6 @@ def main() -> None:
     for row in throughput.measure(plan, options.rounds, options.warmup, options.graph):
         if not rows:
             title = throughput.headline(plan, row.ranks)
-            if options.graph:
-                title += ", CUDA graphs"
             console.print(title, *throughput.protocol(row, options.warmup))
         rows.append(row)
         throughput.write_csv(rows, output / "throughput.csv")

@@ -9,7 +9,7 @@ from yacs.config import CfgNode
 from moe_core import GATED_ACTIVATIONS, MoEConfig
 from moe_core.options import Option
 from swinv2_moe.config.schedule import parse_schedule
-from swinv2_moe.config.tree import flatten, key_options, layer_config
+from swinv2_moe.config.tree import flatten, key_options, layer_config, train_config
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.section import TRUNKS, ExpertsConfig, trunk_of
@@ -20,15 +20,6 @@ from swinv2_moe.models.section import TRUNKS, ExpertsConfig, trunk_of
 _ROUTINGS_OF_KEYS = {
     "TOP_K_SCHEDULE": ("token_choice", "expert_choice"),
     "CAPACITY_AUTO": ("token_choice",),
-}
-
-# The keys of steps that can be captured: their values, and why no others.
-_STEPS_OF_GRAPHS = {
-    "COMPILE": ((False,), "captures of compiled models are not supported"),
-    "TRAIN.OPTIMIZER.NAME": (("adamw",), "only 'adamw' can skip a step on the device"),
-    "TRAIN.USE_CHECKPOINT": ((False,), "it saves the state of random numbers on the host"),
-    "MODEL.MOE.TOP_K_SCHEDULE": (("",), "the captured top-k stays"),
-    "MODEL.MOE.CAPACITY_AUTO": ((False,), "the captured capacity stays"),
 }
 
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
@@ -97,17 +88,9 @@ def _check_distillation(config: CfgNode) -> None:
 
 def _check_graph(config: CfgNode) -> None:
     """Check that a step can be captured: what it decides on the host stays as it is."""
-    if not config.TRAIN.GRAPH:
-        return
-    flat = flatten(config)
-    for key, (allowed, reason) in _STEPS_OF_GRAPHS.items():
-        if flat[key] not in allowed:
-            raise UserError(f"TRAIN.GRAPH is True, but {key} is {flat[key]!r}: {reason}")
-    if config.AMP_ENABLE and config.AMP_DTYPE == "float16":
-        raise UserError(
-            "TRAIN.GRAPH is True, but AMP_DTYPE is 'float16', whose loss scale changes; take"
-            " 'bfloat16'"
-        )
+    obstacle = train_config(config).obstacle_to_graph()
+    if config.TRAIN.GRAPH is True and obstacle:
+        raise UserError(f"TRAIN.GRAPH is True, but {obstacle}")
 
 
 def _check_choice(name: str, value: object, allowed: Collection) -> None:

@@ -381,12 +381,16 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
     """Convert the value to the type of the default.
 
     '1e-3' and 1 become a float if the default is one. Tuples become lists. Nothing else is
-    converted. A word for a key with a list of allowed values stays a word, whatever the default.
+    converted. A word for a key with a list of allowed values stays a word, whatever the default,
+    and True and False stay as they are where they are allowed.
     """
-    if isinstance(value, str) and not isinstance(default, str):
+    allows_bool = any(choice is True for choice in choices().get(name, ()))
+    if isinstance(value, str) and (allows_bool or not isinstance(default, str)):
         value = _parse_value(value)
         if isinstance(value, str) and name in choices():
             return value  # checked with the other values
+    if allows_bool and isinstance(value, bool):
+        return value
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{source}{name} is {short(value, 200)}, it must fit into 64 bits")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):

@@ -67,7 +67,7 @@ class Options:
     compile: tuple[str, ...] = ("off",)
     rounds: int = 10
     warmup: int = 2
-    graph: bool = False  # replay CUDA graphs of the models' passes
+    graph: bool | None = None  # replay CUDA graphs of passes and steps; None: where they can be
 
     def __post_init__(self) -> None:
         for option, values, allowed in (

@@ -40,7 +40,14 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import AllSections, all_sections, flatten, model_config, run_config
+from swinv2_moe.config import (
+    AllSections,
+    all_sections,
+    flatten,
+    model_config,
+    run_config,
+    train_config,
+)
 from swinv2_moe.config.checks import check_settings
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.section import DataConfig
@@ -98,6 +105,7 @@ class Row:
     product_flops: int
     dropped: float  # share of the choices in the last pass whose expert was full
     largest_load: float  # of any expert in any layer, in units of an even share
+    is_graph: bool = False  # CUDA graphs were replayed
 
     def sides(self) -> dict[str, Side]:
         """The models by name."""
@@ -121,8 +129,11 @@ class Row:
         return [ratio * flops / self.product_flops for ratio in ratios(self.product, side.times)]
 
 
-def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterator[Row]:
+def measure(plan: Plan, rounds: int, warmup: int, graph: bool | None = None) -> Iterator[Row]:
     """Measure each combination of `plan`. Every rank iterates over all combinations.
+
+    Args:
+        graph: replay CUDA graphs of passes and steps. None: on one GPU, where they can be captured.
 
     Yields:
         On the main rank a row, as soon as it is measured; nothing on the other ranks.
@@ -152,11 +163,11 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool = False) -> Iterat
             check_graph([combination.compile for combination, *_ in plan], world)
         sizes = [measure_model(model, _classes(model)) for model in map(model_config, plan[0][1:])]
         for combination, *configs in plan:
-            if graph and combination.mode == "training":
-                configs = [_with_graph(config) for config in configs]
-            configs = [all_sections(config) for config in configs]
+            is_graph = _is_graph(graph, combination, configs, world)
+            is_step = is_graph and combination.mode == "training"
+            configs = [all_sections(_with_graph(config, is_step)) for config in configs]
             try:
-                row = _measure(combination, configs, sizes, rounds, warmup, world, graph)
+                row = _measure(combination, configs, sizes, rounds, warmup, world, is_graph)
             except torch.OutOfMemoryError as error:
                 raise UserError(f"{combination}: does not fit into the GPU's memory") from error
             if world.is_main:
@@ -177,13 +188,26 @@ def check_graph(compiled: Sequence[str], world: World) -> None:
     check_device(world, "--graph")
 
 
-def _with_graph(config: CfgNode) -> CfgNode:
+def _is_graph(
+    asked: bool | None, combination: Combination, configs: Sequence[CfgNode], world: World
+) -> bool:
+    """Whether to capture this combination."""
+    if asked is not None:
+        return asked
+    if world.size > 1 or world.device.type != "cuda" or combination.compile == "on":
+        return False
+    obstacles = [train_config(config).obstacle_to_graph() for config in configs]
+    return combination.mode == "inference" or not any(obstacles)
+
+
+def _with_graph(config: CfgNode, is_graph: bool) -> CfgNode:
     """The configuration with TRAIN.GRAPH. Raises UserError if its step cannot be captured."""
     config = config.clone()
     config.defrost()
-    config.TRAIN.GRAPH = True
+    config.TRAIN.GRAPH = is_graph
     config.freeze()
-    check_settings(config)
+    if is_graph:
+        check_settings(config)
     return config
 
 
@@ -203,7 +227,7 @@ def _measure(
     rounds: int,
     warmup: int,
     world: World,
-    graph: bool,
+    is_graph: bool,
 ) -> Row:
     """Measure one combination. `configs` and `sizes` are those of the model with experts and of the
     dense model."""
@@ -219,7 +243,7 @@ def _measure(
     with prepared_for_inference(subjects):
         first = [_seconds(subject.run) for subject in subjects]
         memory = [world.gather(working_memory(subject.run, world.device)) for subject in subjects]
-        if graph:
+        if is_graph:
             for name, subject in zip(names, subjects, strict=True):
                 alternatives[name] = _captured(subject, f"{combination}, {name}")
         times = interleaved(alternatives, rounds, warmup, world)
@@ -228,7 +252,10 @@ def _measure(
     moe, dense = map(Side, timed, sizes, first, peaks, map(_held, subjects))
     routing = world.gather(_routing(subjects[0].model))
     dropped, load = statistics.mean(share for share, _ in routing), max(load for _, load in routing)
-    return Row(combination, world.size, before, moe, dense, times["product"], flops, dropped, load)
+    product_times = times["product"]
+    return Row(
+        combination, world.size, before, moe, dense, product_times, flops, dropped, load, is_graph
+    )
 
 
 def _captured(subject: Subject, name: str) -> Callable[[], object]:
@@ -243,7 +270,9 @@ def _captured(subject: Subject, name: str) -> Callable[[], object]:
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"--graph: {name} cannot be captured: {reason}") from error
+        raise UserError(
+            f"{name} cannot be captured as a CUDA graph ({reason}); --no-graph measures it without"
+        ) from error
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
 from swinv2_moe.train.checkpoint import select_checkpoint
 from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
+from swinv2_moe.train.graph import PassGraph
 
 Readable = str | os.PathLike | bytes | Image.Image
 Picture = Readable | np.ndarray
@@ -131,6 +132,7 @@ class Predictor:
                 raise UserError(f"{name} is {value}, it must be at least 1")
         if self._one_by_one:
             batch_size = 1
+        forward = PassGraph(self.module, self._logits, self._device)
         num_readers = min(_MAX_READERS, os.cpu_count() or 1)
         with ThreadPoolExecutor(num_readers) as readers, prepared(self.module):
 
@@ -143,7 +145,7 @@ class Predictor:
                 inputs = [future.result() for future in ahead]
                 ahead = submit(start + batch_size)
                 names = [_name(picture) for picture in pictures[start : start + batch_size]]
-                yield from self._predictions(names, inputs, top_k)
+                yield from self._predictions(names, inputs, top_k, forward)
 
     def _read(self, picture: Readable) -> Tensor | str:
         """The model's input, float32 [C, S, S], or the reason why the picture cannot be read."""
@@ -165,24 +167,29 @@ class Predictor:
             return one_line(getattr(error, "strerror", None) or str(error))
 
     def _predictions(
-        self, names: list[str], inputs: list[Tensor | str], top_k: int
+        self, names: list[str], inputs: list[Tensor | str], top_k: int, forward: PassGraph
     ) -> Iterator[Prediction]:
         """Yield a Prediction for each of B pictures, from the results of `_read`."""
         images = [item for item in inputs if isinstance(item, Tensor)]
         rows: Iterator[tuple[ClassProbability, ...]] = iter(())
         if images:
-            rows = iter(self._top(torch.stack(images), top_k))
+            rows = iter(self._top(torch.stack(images), top_k, forward))
         for name, item in zip(names, inputs, strict=True):
             if isinstance(item, Tensor):
                 yield Prediction(name, next(rows))
             else:
                 yield Prediction(name, error=item)
 
-    @torch.inference_mode()
-    def _top(self, images: Tensor, top_k: int) -> list[tuple[ClassProbability, ...]]:
-        """The K most probable classes of each image of a batch, float32 [B, C, S, S]."""
+    def _logits(self, images: Tensor) -> Tensor:
         with self._autocast():
-            logits = self.module(images.to(self._device))
+            return self.module(images)
+
+    @torch.inference_mode()
+    def _top(
+        self, images: Tensor, top_k: int, forward: PassGraph
+    ) -> list[tuple[ClassProbability, ...]]:
+        """The K most probable classes of each image of a batch, float32 [B, C, S, S]."""
+        logits = forward(images.to(self._device))
         if not logits.isfinite().all():
             raise UserError(f"checkpoint {self.checkpoint}: its outputs are not finite")
         probabilities = logits.float().softmax(1).cpu()  # [B, classes]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moe_core import equal_tokens, prepared
 from swinv2_moe.data.datasets import IGNORE, Batch
 from swinv2_moe.train.distributed import World
+from swinv2_moe.train.graph import PassGraph
 
 
 class Accuracy(NamedTuple):
@@ -132,15 +133,20 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple[Batch, Tensor]]:
-    """Each batch, on the device, and its logits, float32 [B, C]."""
+    """Each batch, on the device, and its logits, float32 [B, C]. The next step of the iterator may
+    overwrite the logits."""
+
+    def logits_of(images: Tensor) -> Tensor:
+        with autocast():
+            return model(images).float()
+
+    forward = PassGraph(model, logits_of, world.device)
     for images, targets, unreadable, _ in loader:
         images, targets = (
             images.to(world.device, non_blocking=True),
             targets.to(world.device, non_blocking=True),
         )
-        with autocast():
-            logits = model(images)
-        yield Batch(images, targets, unreadable), logits.float()
+        yield Batch(images, targets, unreadable), forward(images)
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:

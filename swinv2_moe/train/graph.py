@@ -1,16 +1,23 @@
-"""A training step as a CUDA graph, whose kernels the host launches with one call."""
+"""Training steps and forward passes as CUDA graphs: the host launches all kernels with one call."""
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_core import MoELayer
+from moe_core import moe_layers, reset_balance_loads
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.distributed import World
 
+_log = logging.getLogger(__name__)
+
 STEPS_BEFORE = 3  # as usual: they compile kernels and make the optimiser's state
+PASSES_BEFORE = 3  # as usual: fewer are not worth a capture
+
+_AS_USUAL = "%s cannot be captured as a CUDA graph, going on without (%s)"
 
 Batches = list[tuple[Tensor, ...]]
 
@@ -71,55 +78,83 @@ class StepGraph:
     """Computes steps as a CUDA graph: the first ones as usual, the others by replaying the kernels
     of one step for other inputs.
 
-    What the step decides on the host stays as it was in the captured step.
+    What the step decides on the host stays as it was in the captured step. A step with inputs of
+    other shapes, or with another value of `settings`, is computed as usual; after STEPS_BEFORE such
+    steps in a row the next one is captured in place of the old.
 
     Args:
-        layers: the MoE layers, whose `last_routing` describes the last replay.
+        model: its parameters' gradients are those of the graph, and `last_routing` of its MoE
+            layers describes the last replay.
+        settings: what the host may change from step to step.
+        key: what asks for the graph, for the message. None: a step that cannot be captured is
+            computed as usual, with one line in the log, and so are all after it.
     """
 
-    def __init__(self, layers: Iterable[MoELayer]) -> None:
-        self.layers = list(layers)
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Callable[[], Hashable] = lambda: None,
+        key: str | None = "TRAIN.GRAPH",
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.key = key
         self._stream: torch.cuda.Stream | None = None
-        self._num_before = 0  # steps that were computed as usual
+        self._kind: Hashable = None  # shapes and settings of the last step as usual
+        self._num_before = 0  # such steps in a row
+        self._failed = False
+        self.replayed = False  # whether the last step was a replay
         self._replay: Callable[[], None] | None = None
+        self._captured_kind: Hashable = None
         self._inputs: list[Tensor] = []  # which the graph reads
         self._results = torch.empty(0)
+        self._gradients: list[Tensor | None] = []  # which the graph writes
         self._restore_routing: list[Callable[[], None]] = []
 
     @property
     def replays(self) -> bool:
-        """Whether the step has been captured."""
+        """Whether a step has been captured."""
         return self._replay is not None
 
     def __call__(self, compute: Compute, signalled: Tensor, batches: Batches) -> Tensor:
         """The results of a step.
 
         Args:
-            compute: the step's work, the same in each call, on inputs of the same shapes.
+            compute: the step's work, the same in each call.
             signalled: a flag, a scalar.
             batches: the inputs of each batch.
 
         Raises:
-            UserError: the step cannot be captured.
+            UserError: the step cannot be captured, and there is a `key`.
         """
-        if self._num_before < STEPS_BEFORE:
-            self._num_before += 1
-            return self._as_usual(compute, signalled, batches)
-        if self._replay is None:
+        inputs = _flat(signalled, batches)
+        kind = (tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.settings())
+        if self._replay is None or kind != self._captured_kind:
+            if kind != self._kind:
+                self._kind, self._num_before = kind, 0
+            if self._failed or self._num_before < STEPS_BEFORE:
+                self._num_before += 1
+                return self._beside_the_graph(compute, signalled, batches)
+            self._drop()
             self._replay = self._captured(compute, signalled, batches)
+            if self._replay is None:
+                return self._beside_the_graph(compute, signalled, batches)
+            self._captured_kind = kind
         else:
-            for captured, tensor in zip(self._inputs, _flat(signalled, batches), strict=True):
-                assert captured.shape == tensor.shape, tensor.shape
+            for captured, tensor in zip(self._inputs, inputs, strict=True):
                 captured.copy_(tensor)
+        self._set_gradients(self._gradients)
         self._replay()
+        self.replayed = True
         for restore in self._restore_routing:  # a validation may have been between
             restore()
         return self._results
 
     def _captured(
         self, compute: Compute, signalled: Tensor, batches: Batches
-    ) -> Callable[[], None]:
-        """A function that computes a step on what is then in copies of these inputs."""
+    ) -> Callable[[], None] | None:
+        """A function that computes a step on what is then in copies of these inputs. None: it
+        cannot be captured."""
         own_signalled = signalled.clone()
         own_batches = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         self._inputs = _flat(own_signalled, own_batches)
@@ -129,15 +164,42 @@ class StepGraph:
 
         try:
             replay = capture(run, self._stream)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            if self.key is None:
+                self._failed = True
+                self._drop()
+                reset_balance_loads(self.model)  # of the pass that was never computed
+                _log.warning(_AS_USUAL, "this step", _reason(error))
+                return None
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise UserError(
-                f"TRAIN.GRAPH is True: this step cannot be captured ({reason})"
+                f"{self.key} is True: this step cannot be captured ({_reason(error)})"
             ) from error
-        self._restore_routing = [layer.routing_of_replay() for layer in self.layers]
+        self._gradients = [parameter.grad for parameter in self.model.parameters()]
+        layers = moe_layers(self.model).values()
+        self._restore_routing = [layer.routing_of_replay() for layer in layers]
         return replay
+
+    def _drop(self) -> None:
+        """Give the memory of the graph back."""
+        self._set_gradients([])
+        self._replay = None
+        self._inputs, self._gradients, self._restore_routing = [], [], []
+        self._results = torch.empty(0)
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the parameters have these gradients; without any, none."""
+        parameters = self.model.parameters()
+        for parameter, gradient in zip_longest(parameters, gradients):
+            parameter.grad = gradient
+
+    def _beside_the_graph(self, compute: Compute, signalled: Tensor, batches: Batches) -> Tensor:
+        """Compute as usual, into gradients of its own."""
+        self.replayed = False
+        if self._replay is not None:
+            self._set_gradients([])
+        return self._as_usual(compute, signalled, batches)
 
     def _as_usual(self, compute: Compute, signalled: Tensor, batches: Batches) -> Tensor:
         """Compute on the stream of the capture: the backward pass of a parameter belongs to the
@@ -149,6 +211,82 @@ class StepGraph:
             results = compute(signalled, batches)
         torch.cuda.current_stream().wait_stream(self._stream)
         return results
+
+
+class PassGraph:
+    """Computes a model's forward pass as a CUDA graph once PASSES_BEFORE passes in a row had the
+    same shape; other passes, and all on a CPU, as usual.
+
+    For passes without gradients, within one `moe_core.prepared` context: weights and what is
+    computed from them stay as they are.
+
+    Args:
+        model: whose pass it is. `last_routing` of its MoE layers describes the last pass.
+        run: images [B, C, H, W] -> a tensor.
+    """
+
+    def __init__(
+        self, model: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device
+    ) -> None:
+        self.run = run
+        self._layers = list(moe_layers(model).values())
+        self._replays = can_replay(model, device)
+        self._restore_routing: list[Callable[[], None]] = []
+        self._shape: torch.Size | None = None  # of the last pass
+        self._num_before = 0  # such passes in a row
+        self._replay: Callable[[], None] | None = None
+        self._images = self._result = torch.empty(0)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The result of a pass. The next call may overwrite it."""
+        if not self._replays:
+            return self.run(images)
+        if self._replay is not None and images.shape == self._images.shape:
+            self._images.copy_(images)
+            return self._replayed()
+        if images.shape != self._shape:
+            self._shape, self._num_before = images.shape, 0
+        self._num_before += 1
+        if self._num_before <= PASSES_BEFORE:
+            return self.run(images)
+        self._replay = None
+        self._images = images.clone()
+
+        def run() -> None:
+            self._result = self.run(self._images)
+
+        try:
+            self._replay = capture(run)
+        except RuntimeError as error:
+            self._replays = False
+            _log.warning(_AS_USUAL, "a pass", _reason(error))
+            return self.run(images)
+        self._restore_routing = [layer.routing_of_replay() for layer in self._layers]
+        return self._replayed()
+
+    def _replayed(self) -> Tensor:
+        assert self._replay is not None
+        self._replay()
+        for restore in self._restore_routing:
+            restore()
+        return self._result
+
+
+def can_replay(model: nn.Module, device: torch.device) -> bool:
+    """Whether passes of this model can be captured: on a GPU, experts on one rank, not compiled,
+    and no hooks, which a replay would not call."""
+    if device.type != "cuda":
+        return False
+    for part in model.modules():
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            return False
+        if part._forward_hooks or part._forward_pre_hooks:
+            return False
+    return all(layer.group.size == 1 for layer in moe_layers(model).values())
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _flat(signalled: Tensor, batches: Batches) -> list[Tensor]:

@@ -91,7 +91,8 @@ class Trainer:
             world.size,
         )
         self.tuning = Tuning(model)
-        self.routing = RoutingSchedule(config.model.experts, model, config.train.compile)
+        keeps_steps = config.train.compile or self.step.graph is not None
+        self.routing = RoutingSchedule(config.model.experts, model, keeps_steps)
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
         self.phases = phases

@@ -33,18 +33,18 @@ class RoutingSchedule:
     Frozen layers and evaluation are not affected.
 
     Args:
-        is_compiled: the value of COMPILE. With it, each new top-k needs a compilation; a new
-            capacity factor does not.
+        keeps_steps: steps are compiled (COMPILE) or captured (TRAIN.GRAPH). Each new top-k then
+            needs another one; a new capacity factor does not.
     """
 
-    def __init__(self, config: ExpertsConfig, model: nn.Module, is_compiled: bool = False) -> None:
+    def __init__(self, config: ExpertsConfig, model: nn.Module, keeps_steps: bool = False) -> None:
         modules = model.modules()
         self.layers = [m for m in modules if isinstance(m, MoEMlp) and not m.frozen]
         self.top_k_schedule = parse_schedule(config.top_k_schedule)
         self.is_automatic = config.capacity_auto
         # the needed factor of each layer in the last steps; empty without CAPACITY_AUTO
         self.needed: deque[list[float]] = deque(maxlen=STEPS)
-        self.is_compiled = is_compiled
+        self.keeps_steps = keeps_steps
         self.current: dict[str, float] = {}  # scheduled values, for the log
 
     def apply(self, epoch: float, step: int) -> None:
@@ -99,12 +99,15 @@ class RoutingSchedule:
         return []
 
     def _for_layer(self, layer: MoEMlp, factor: float) -> float | Tensor:
-        """The factor, as a tensor if a number would be compiled again for each value."""
+        """The factor, as the layer's own tensor if each number would need another step."""
         moe = layer.moe
-        if not self.is_compiled or factor == 0 or moe.group.size > 1:
+        if not self.keeps_steps or factor == 0 or moe.group.size > 1:
             return factor
-        device = next(moe.parameters()).device
-        return torch.full((), factor, dtype=torch.float64, device=device)
+        tensor = layer.capacity_factor
+        if not isinstance(tensor, Tensor):
+            device = next(moe.parameters()).device
+            tensor = torch.empty((), dtype=torch.float64, device=device)
+        return tensor.fill_(factor)
 
 
 class Tuning:

@@ -214,10 +214,11 @@ class TrainConfig:
         least=1,
         affects="rate",
     )
-    graph: bool = option(
-        False,
+    graph: bool | str = option(
+        "auto",
         "replay the kernels of a step as a CUDA graph, so that a small batch does not wait for the"
-        " host: one process, one GPU, AdamW",
+        " host: one process, one GPU, AdamW. `auto`: where this can be done",
+        choices=("auto", True, False),
         affects="",
     )
     use_checkpoint: bool = option(False, "recompute activations in the backward pass", affects="")
@@ -268,3 +269,27 @@ class TrainConfig:
     amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
     amp_dtype: str
     compile: bool
+
+    def obstacle_to_graph(self) -> str:
+        """Why a step cannot be captured as a CUDA graph: a key, its value and the reason; "" if
+        nothing is known that prevents it."""
+        for key, value, allowed, reason in (
+            ("COMPILE", self.compile, False, "captures of compiled models are not supported"),
+            (
+                "TRAIN.OPTIMIZER.NAME",
+                self.optimizer.name,
+                "adamw",
+                "only 'adamw' can skip a step on the device",
+            ),
+            (
+                "TRAIN.USE_CHECKPOINT",
+                self.use_checkpoint,
+                False,
+                "it saves the state of random numbers on the host",
+            ),
+        ):
+            if value != allowed:
+                return f"{key} is {value!r}: {reason}"
+        if self.amp_enable and self.amp_dtype == "float16":
+            return "AMP_DTYPE is 'float16', whose loss scale changes; take 'bfloat16'"
+        return ""

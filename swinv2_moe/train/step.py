@@ -1,6 +1,6 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -20,11 +20,11 @@ from moe_core import (
 )
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import MoEModel
+from swinv2_moe.models import MoEMlp, MoEModel
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.distributed import StopSignal, World, seed_everything
-from swinv2_moe.train.graph import StepGraph, check_device
+from swinv2_moe.train.graph import StepGraph, can_replay, check_device
 from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
@@ -61,7 +61,7 @@ class TrainingStep:
             the labels alone are learned.
 
     Raises:
-        UserError: GRAPH is set, and there are several ranks or the device is no GPU.
+        UserError: GRAPH is True, and there are several ranks or the device is no GPU.
     """
 
     def __init__(
@@ -98,15 +98,34 @@ class TrainingStep:
         # a single GPU's: those of several ranks have collectives between them
         self._kernels_are_compiled = world.device.type != "cuda" or world.size > 1 or config.compile
         self.graph: StepGraph | None = None
-        if config.graph:
+        if config.graph is True:
             check_device(world, "TRAIN.GRAPH")
-            self.replay_from_now_on(StepGraph(moe_layers(self.model).values()))
+            self.replay_from_now_on(StepGraph(self.model, self._routing_settings))
+        elif config.graph == "auto" and self._can_be_captured():
+            self.replay_from_now_on(StepGraph(self.model, self._routing_settings, key=None))
 
     def replay_from_now_on(self, graph: StepGraph) -> None:
         """Compute the following steps as a CUDA graph. Whether gradients are clipped and weights
         updated is then decided on the device."""
         self.graph = graph
         self.device_step = optim.DeviceStep(self.optimizer)
+
+    def _can_be_captured(self) -> bool:
+        if self.world.size > 1 or self.config.obstacle_to_graph():
+            return False
+        return can_replay(self.model, self.world.device)
+
+    def _routing_settings(self) -> Hashable:
+        """Top-k and capacity factor of each MoE layer. A tensor counts by its place in memory,
+        from which each replay reads."""
+        found: list[Hashable] = []
+        for part in self.model.modules():
+            if isinstance(part, MoEMlp):
+                factor = part.capacity_factor
+                if isinstance(factor, Tensor):
+                    factor = factor.data_ptr()
+                found += [part.top_k, factor]
+        return tuple(found)
 
     @property
     def deployed(self) -> MoEModel:
@@ -318,7 +337,7 @@ class TrainingStep:
                 images = [self._mixed(batch)[0] for batch in batches]
                 raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
             self.skipped_in_a_row += 1
-        if self.graph is None or not self.graph.replays:  # a graph writes to these gradients
+        if self.graph is None or not self.graph.replayed:  # a graph writes to these gradients
             self.optimizer.zero_grad(set_to_none=True)
         if self.ema and is_finite:
             self.ema.update(self.model, step + 1)

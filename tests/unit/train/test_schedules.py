@@ -141,7 +141,7 @@ def compiled(make_trainer):
 
 def test_another_capacity_is_not_compiled_anew(compiled):
     trainer, layer, tokens = compiled()
-    schedule = RoutingSchedule(trainer.config.model.experts, trainer.step.model, is_compiled=True)
+    schedule = RoutingSchedule(trainer.config.model.experts, trainer.step.model, keeps_steps=True)
     schedule.needed.append([0.5, 0.6])
     schedule.apply(0, 0)
     torch.manual_seed(0)

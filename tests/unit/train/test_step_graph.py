@@ -4,15 +4,20 @@ of CUDA's."""
 import fake_graph
 import pytest
 import torch
+from run_cases import saver_of
 from tool_cases import refusal
-from trainer_cases import make_batch, make_step
+from trainer_cases import SAME_STEPS, make_batch, make_step, make_trainer
 
-from moe_core import moe_layers
-from swinv2_moe.config import load_config
+from moe_core import moe_layers, prepared
+from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEMlp
 from swinv2_moe.train import graph as train_graph
+from swinv2_moe.train import step as train_step
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.graph import StepGraph, check_device
+from swinv2_moe.train.graph import PassGraph, StepGraph, can_replay, check_device
+from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.schedules import RoutingSchedule
 from swinv2_moe.train.step import TrainingStep
 
 # all that a step draws, and biases that it moves
@@ -27,11 +32,11 @@ NUM_STEPS = 7
 @pytest.fixture
 def replay(monkeypatch):
     """`replay(step)`: the step's graph, with recorded operations in place of CUDA's."""
-    monkeypatch.setattr(train_graph, "capture", lambda run, stream: fake_graph.capture(run))
+    monkeypatch.setattr(train_graph, "capture", lambda run, _=None: fake_graph.capture(run))
     monkeypatch.setattr(StepGraph, "_as_usual", lambda self, compute, *inputs: compute(*inputs))
 
-    def start(step: TrainingStep) -> StepGraph:
-        step.replay_from_now_on(StepGraph(moe_layers(step.model).values()))
+    def start(step: TrainingStep, key: str | None = "TRAIN.GRAPH") -> StepGraph:
+        step.replay_from_now_on(StepGraph(step.model, step._routing_settings, key))
         return step.graph
 
     return start
@@ -77,7 +82,7 @@ class Uncaptured(StepGraph):
 def test_a_replay_does_what_a_step_does(replay, count):
     """To the last bit."""
     usual, replayed = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
-    usual.replay_from_now_on(Uncaptured([]))
+    usual.replay_from_now_on(Uncaptured(usual.model))
     graph = replay(replayed)
     expected, found = train(usual, count), train(replayed, count)
     assert graph.replays
@@ -94,7 +99,7 @@ def test_a_replay_does_what_a_step_does(replay, count):
 def test_the_device_decides_as_the_host_does(replay):
     """Of a finite step and of one that is skipped."""
     host, device = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
-    device.replay_from_now_on(Uncaptured([]))
+    device.replay_from_now_on(Uncaptured(device.model))
     for number in (4, 5):
         results = [step.run(batches(number, 1), number) for step in (host, device)]
         numbers = zip(results[0][:3], results[1][:3], strict=True)
@@ -141,6 +146,178 @@ def test_a_step_that_reads_on_the_host_is_refused(replay):
         step.run(batches(3, 1), 3)
 
 
+def run_steps(step: TrainingStep, count: int, change=lambda number: None, sizes=(32,)) -> list:
+    """(result, whether it was a replay) of each step; `change` comes before it. Step i has
+    sizes[i % len(sizes)] images."""
+    found = []
+    for number in range(count):
+        change(number)
+        batch = batches(10 + number, 1)[0]
+        size = sizes[number % len(sizes)]
+        batch = batch._replace(images=batch.images[:size], targets=batch.targets[:size])
+        result = step.run([batch], number)
+        found.append((result, step.graph is not None and step.graph.replayed))
+    return found
+
+
+def assert_same_weights(one: TrainingStep, other: TrainingStep) -> None:
+    for section, tensors in one.state().items():
+        for name, value in tensors.items():
+            assert torch.equal(other.state()[section][name], value), (section, name)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8, 8, 8, 4), (8, 4)])
+def test_a_batch_of_another_size_is_computed_as_usual(replay, sizes):
+    """The graph of the others stays; sizes that alternate are never captured."""
+    usual, replayed = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
+    usual.replay_from_now_on(Uncaptured(usual.model))
+    replay(replayed)
+    expected, found = run_steps(usual, 14, sizes=sizes), run_steps(replayed, 14, sizes=sizes)
+    assert [result for result, _ in found] == [result for result, _ in expected]
+    replays = [is_replay for _, is_replay in found]
+    if len(sizes) == 2:
+        assert not any(replays)
+    else:
+        assert replays == 3 * [False] + 3 * [True] + [False] + 6 * [True] + [False]
+    assert_same_weights(usual, replayed)
+
+
+def test_another_top_k_is_captured_anew(replay):
+    usual, replayed = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
+    usual.replay_from_now_on(Uncaptured(usual.model))
+    replay(replayed)
+
+    def results(step: TrainingStep) -> list:
+        def change(number: int) -> None:
+            for layer in (part for part in step.model.modules() if isinstance(part, MoEMlp)):
+                layer.top_k = 1 if number < 6 else 2
+
+        return run_steps(step, 12, change)
+
+    expected, found = results(usual), results(replayed)
+    assert [result for result, _ in found] == [result for result, _ in expected]
+    assert [is_replay for _, is_replay in found] == 2 * (3 * [False] + 3 * [True])
+    assert_same_weights(usual, replayed)
+
+
+def test_a_capacity_that_follows_the_need_stays_in_the_graph(replay):
+    """CAPACITY_AUTO: the factor of each step is a tensor that the replays read."""
+    options = f"{OPTIONS} MODEL.MOE.CAPACITY_AUTO True MODEL.MOE.CAPACITY_FACTOR 1.25"
+    usual, replayed = make_step(0, 1, options), make_step(0, 1, options)
+    usual.replay_from_now_on(Uncaptured(usual.model))
+    replay(replayed)
+    experts = all_sections(load_config("quickstart_digits", options.split())).model.experts
+
+    def results(step: TrainingStep, keeps_steps: bool) -> tuple[list, list]:
+        schedule = RoutingSchedule(experts, step.model, keeps_steps)
+        factors, found = [], []
+        for number in range(10):
+            schedule.apply(0.0, number)
+            factors.append(schedule.current.get("moe/capacity_factor"))
+            result = step.run(batches(10 + number, 1), number)
+            schedule.observe(result.needed_factors)
+            found.append((result, step.graph.replayed))
+        return found, factors
+
+    (expected, right), (found, factors) = results(usual, False), results(replayed, True)
+    assert len(set(factors)) > 2
+    assert factors == right
+    assert [result for result, _ in found] == [result for result, _ in expected]
+    assert [is_replay for _, is_replay in found] == 4 * [False] + 6 * [True]
+
+
+def test_auto_goes_on_without_a_graph_where_a_capture_fails(replay, caplog):
+    usual, step = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
+    usual.replay_from_now_on(Uncaptured(usual.model))
+    replay(step, key=None)
+    loss = step.loss
+    step.loss = lambda *inputs: (loss(*inputs), inputs[0].sum().item())[0]
+    expected, found = run_steps(usual, 8), run_steps(step, 8)
+    assert [result for result, _ in found] == [result for result, _ in expected]
+    assert not any(is_replay for _, is_replay in found)
+    assert_same_weights(usual, step)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("this step cannot be captured as a CUDA graph, going on without (op")
+
+
+@pytest.fixture
+def captures(replay, monkeypatch):
+    """`captures(bool)`: whether `auto` captures steps and passes on this machine's device."""
+
+    def decide(is_captured: bool) -> None:
+        for module in (train_graph, train_step):
+            monkeypatch.setattr(module, "can_replay", lambda *_: is_captured)
+
+    return decide
+
+
+def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(captures, tmp_path):
+    """Four epochs, each with its validation."""
+    found = {}
+    for is_captured in (False, True):
+        captures(is_captured)
+        trainer = make_trainer(0, 1, "MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4")
+        results = found[is_captured] = []
+        run = trainer.step.run
+        trainer.step.run = lambda *inputs, run=run, results=results: (
+            results.append(run(*inputs)) or results[-1]
+        )
+        root = tmp_path / str(is_captured)
+        recorder = Recorder(root, trainer.world, 0)
+        trainer.fit(recorder, saver_of(trainer, root / "checkpoints"))
+        recorder.close()
+        assert (trainer.step.graph is not None and trainer.step.graph.replays) == is_captured
+    usual, captured = found.values()
+    assert len(usual) == 20
+    # the device clips and updates with other orders of operations
+    losses = [torch.tensor([result.loss for result in results]) for results in (usual, captured)]
+    torch.testing.assert_close(*losses, **SAME_STEPS)
+
+
+def test_a_pass_is_replayed_for_equal_shapes(captures):
+    """To the last bit, another shape in between, and the routing is that of the last pass."""
+    captures(True)
+    model = make_step(0, 1, OPTIONS).model.eval()
+    (layer, *_) = moe_layers(model).values()
+    runs = []
+
+    def run(images):
+        runs.append(len(images))
+        return model(images).float()
+
+    with torch.inference_mode(), prepared(model):
+        forward = PassGraph(model, run, torch.device("cpu"))
+        for number, size in enumerate([8, 8, 8, 8, 8, 5, 8, 8, 5]):
+            images = batches(10 + number, 1)[0].images[:size]
+            found, counts = forward(images).clone(), layer.last_routing.counts.clone()
+            assert torch.equal(found, model(images).float())
+            assert torch.equal(counts, layer.last_routing.counts)
+    assert runs == [8, 8, 8, 8, 5, 5]  # the fourth is the capture
+
+
+def test_a_pass_that_cannot_be_captured_goes_on(captures, caplog):
+    captures(True)
+    model = make_step(0, 1, OPTIONS).model.eval()
+    with torch.inference_mode():
+        forward = PassGraph(
+            model, lambda images: images * images.mean().item(), torch.device("cpu")
+        )
+        for _ in range(6):
+            assert torch.equal(forward(torch.full((2, 3), 2.0)), torch.full((2, 3), 4.0))
+    assert len(caplog.records) == 1
+
+
+def test_which_passes_can_be_replayed():
+    model = make_step(0, 1, OPTIONS).model
+    assert can_replay(model, torch.device("cuda"))
+    assert not can_replay(model, torch.device("cpu"))
+    hook = model.head.register_forward_hook(lambda *_: None)
+    assert not can_replay(model, torch.device("cuda"))
+    hook.remove()
+    model.head.compile(backend="eager")
+    assert not can_replay(model, torch.device("cuda"))
+
+
 def test_only_one_process_with_a_gpu():
     for size, device, message in (
         (2, "cuda", "TRAIN.GRAPH needs one rank, not 2"),
@@ -157,8 +334,6 @@ def test_only_one_process_with_a_gpu():
         ("COMPILE", "True"),
         ("TRAIN.OPTIMIZER.NAME", "sgd"),
         ("TRAIN.USE_CHECKPOINT", "True"),
-        ("MODEL.MOE.TOP_K_SCHEDULE", "epoch 0:2 1:1"),
-        ("MODEL.MOE.CAPACITY_AUTO", "True"),
         ("AMP_DTYPE", "float16"),
     ],
 )
