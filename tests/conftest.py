@@ -18,6 +18,9 @@ import torch
 from gloo_processes import Pool
 from hypothesis import settings
 
+from moe_core.ops import backend
+from moe_core.ops.native import library
+
 # The same examples in every run. A busy machine takes any time for one of them.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 # `make test-random` gives this one's seed.
@@ -50,6 +53,7 @@ def plain_environment():
     """Runs see one process, no terminal and Ctrl-C, wherever the tests run; a shell's background
     jobs ignore that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    choose_library()
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name in _LAUNCHER | _TERMINAL or name.startswith("TORCHELASTIC_"):
@@ -78,6 +82,27 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)  # noqa: NPY002 - what it seeds is numpy's global state
     torch.manual_seed(number)
+
+
+def choose_library() -> None:
+    """Choose the C++ library on the machine as it is. Otherwise a test that plays another CPU might
+    be the first to choose, and its choice would stay for all tests after it."""
+    library.chosen()
+    library.chosen("auto")  # as operations call it, another place in the cache
+
+
+@pytest.fixture
+def choose_again(monkeypatch):
+    """`choose_again()`: the next operation chooses its form and its C++ library anew."""
+
+    def forget() -> None:
+        library.chosen.cache_clear()
+        backend._languages.cache_clear()
+
+    yield forget
+    monkeypatch.undo()
+    forget()
+    choose_library()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_cases import make_layer
 
 from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
-from moe_core.ops.backend import Request, _languages, select
+from moe_core.ops.backend import Request, select
 from moe_core.ops.native import library
 
 
@@ -230,7 +230,7 @@ def test_layer_equals_the_one_by_torch(dtype):
 
 
 @needs_cpp
-def test_which_form_runs(monkeypatch):
+def test_which_form_runs(monkeypatch, choose_again):
     def form(kernels: str, device: str) -> str:
         return select("plan", Request(kernels, device, torch.int64))
 
@@ -240,10 +240,5 @@ def test_which_form_runs(monkeypatch):
     with pytest.raises(ValueError, match=r"kernels \('cpp'\) must be one of auto, triton, "):
         form("cpp", "cpu")
     monkeypatch.setattr(library, "sets_of_cpu", list)
-    library.chosen.cache_clear()
-    _languages.cache_clear()
-    try:
-        assert form("auto", "cpu") == "plan.reference"
-    finally:
-        library.chosen.cache_clear()
-        _languages.cache_clear()
+    choose_again()
+    assert form("auto", "cpu") == "plan.reference"

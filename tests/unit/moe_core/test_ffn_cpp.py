@@ -20,7 +20,7 @@ from ffn_cases import (
 )
 
 from moe_core import MoEConfig, MoELayer
-from moe_core.ops import ExpertWeights, backend, expert_ffn
+from moe_core.ops import ExpertWeights, expert_ffn
 from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn.dropout import Dropout
@@ -39,16 +39,6 @@ def kernels(request) -> str:
     if library.chosen(request.param) is None:
         pytest.skip("this CPU or compiler lacks the instructions")
     return request.param
-
-
-@pytest.fixture
-def forget_libraries():
-    """The choice of a library is made anew in this test and after it."""
-    library.chosen.cache_clear()
-    backend._languages.cache_clear()
-    yield
-    library.chosen.cache_clear()
-    backend._languages.cache_clear()
 
 
 needs_cpp = pytest.mark.skipif(
@@ -188,15 +178,15 @@ def test_other_dtypes_and_devices_are_left_to_others():
     assert form(FP32, "meta") == "ffn.reference"
 
 
-@pytest.mark.usefixtures("forget_libraries")
-def test_a_cpu_without_the_instructions_is_left_to_torch(monkeypatch):
+def test_a_cpu_without_the_instructions_is_left_to_torch(monkeypatch, choose_again):
     monkeypatch.setattr(library, "sets_of_cpu", list)
+    choose_again()
     assert [form(dtypes) for dtypes in (FP32, MIXED, BF16)] == ["ffn.reference"] * 3
 
 
-@pytest.mark.usefixtures("forget_libraries")
-def test_instructions_that_are_not_here_are_refused_by_name(monkeypatch):
+def test_instructions_that_are_not_here_are_refused_by_name(monkeypatch, choose_again):
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: frozenset({"avx2", "fma"}))
+    choose_again()
     assert tuple(known.name for known in instruction_sets.SETS) == CPU_KERNELS
     for name in CPU_KERNELS:
         if name == "avx2" and platform.machine() == "x86_64":
