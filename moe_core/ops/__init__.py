@@ -6,7 +6,6 @@ An implementation is called a form. `backend` has the table of forms and selects
 from moe_core.ops.backend import Request, agree_on_kernels, check_kernels
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
-from moe_core.ops.ffn.fastest import measured_forms, without_measuring
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.op import (
@@ -44,7 +43,6 @@ __all__ = [
     "inverse_plan",
     "loss_of_sums",
     "make_plan",
-    "measured_forms",
     "moe_ffn",
     "pack_weights",
     "prefers_unpacked",
@@ -54,5 +52,4 @@ __all__ = [
     "route",
     "soft_combine",
     "soft_dispatch",
-    "without_measuring",
 ]

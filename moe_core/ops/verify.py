@@ -119,7 +119,7 @@ def _fault(checked: Checked) -> str | None:
 
 
 def results_of(checked: Checked, kernels: str) -> Iterator[tuple[str, Tensor]]:
-    """Run the cases of a form with `kernels`: "triton", "grouped" or "torch"."""
+    """Run the cases of a form with `kernels`: "triton" or "torch"."""
     return _CASES[checked.form](_Form(checked, kernels))
 
 
@@ -301,13 +301,11 @@ _CASES: dict[str, Callable[[_Form], Iterator[tuple]]] = {
     "plan.triton": _plans,
     "combine.triton": _rows,
     "ffn.triton": _networks,
-    "ffn.grouped": _networks,
 }
 
 
-# Names by device with its versions, in JSON files beside Triton's compiled kernels: those of passed
-# checks, and those of measured forms (ffn.fastest). A failed check is not kept: the next process
-# tries again.
+# Names of passed checks by device with its versions, in a JSON file beside Triton's compiled
+# kernels. A failed check is not kept: the next process tries again.
 
 
 def is_kept(file: str, device: str, name: str) -> bool:
