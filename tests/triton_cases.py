@@ -77,7 +77,7 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from moe_core.ops.launch import CachedKernel
+    from moe_core.ops.launch import RecordableKernel
 
     compiled, target = {}, GPUTarget("cuda", architecture, 32)
 
@@ -92,7 +92,8 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher, raising=False)
-    monkeypatch.setattr(CachedKernel, "__getitem__", lambda self, grid: launcher(self.kernel, grid))
+    by_kernel = lambda self, grid: launcher(self.kernel, grid)  # noqa: E731
+    monkeypatch.setattr(RecordableKernel, "__getitem__", by_kernel)
     return compiled
 
 

@@ -22,7 +22,7 @@ import kernels  # noqa: E402 - it imports triton
 
 from moe_core.ops import backend, launch  # noqa: E402
 from moe_core.ops.ffn import triton as ffn  # noqa: E402
-from moe_core.ops.launch import cached_launch  # noqa: E402
+from moe_core.ops.launch import recordable  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not launch._IS_KNOWN, reason="this version of Triton launches its kernels itself"
@@ -35,7 +35,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["size"])
 def double(source, target, size, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +54,6 @@ def driver(tmp_path, monkeypatch):
 
 def forget() -> None:
     double.kernel.device_caches.clear()
-    double._compiled.clear()
 
 
 def run(block: int) -> torch.Tensor:
