@@ -182,9 +182,7 @@ def triton_on_cpu(monkeypatch) -> Iterator[None]:
     from moe_core.ops.ffn import triton as ffn
 
     monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
-    monkeypatch.setattr(backend, "_verdicts", {})
     monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     backend._languages.cache_clear()
     try:
         yield

@@ -3,7 +3,7 @@
 An implementation is called a form. `backend` has the table of forms and selects one for each call.
 """
 
-from moe_core.ops.backend import Request, agree_on_kernels, check_kernels
+from moe_core.ops.backend import check_kernels
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
@@ -28,9 +28,7 @@ __all__ = [
     "ExpertWeights",
     "Int8Weights",
     "LinearLogits",
-    "Request",
     "RouteSettings",
-    "agree_on_kernels",
     "casts_weights",
     "check_kernels",
     "combine",

@@ -9,7 +9,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple
@@ -44,40 +44,6 @@ class Request(NamedTuple):
     gate_dtype: torch.dtype | None = None
     activation: str | None = None
     num_inputs: int = 0  # the largest number of inputs of a product
-
-
-class Checked(NamedTuple):
-    """What one check of a form for GPUs covers (moe_core.ops.verify)."""
-
-    form: str  # the module
-    dtype: torch.dtype
-    activation: str | None
-    device: str  # device type
-    ordinal: int  # of the current device
-
-    @property
-    def name(self) -> str:
-        parts = (self.form.removesuffix(".triton"), self.dtype, self.activation)
-        return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
-
-    @property
-    def description(self) -> str:
-        """The language and the name, as in "the Triton form of ffn bfloat16 gelu"."""
-        return f"the Triton form of {self.name}"
-
-    @classmethod
-    def of(cls, form: str, request: Request) -> "Checked":
-        dtype, activation = request.dtype, None
-        if form == "plan.triton":
-            dtype = torch.int64
-        elif dtype != torch.float64 and (form == "route.triton" or not dtype.is_floating_point):
-            dtype = torch.float32
-        if form == "ffn.triton":
-            activation = request.activation
-        ordinal = 0
-        if request.device == "cuda":
-            ordinal = torch.cuda.current_device()
-        return cls(form, dtype, activation, request.device, ordinal)
 
 
 class Form(NamedTuple):
@@ -182,68 +148,13 @@ def _first_form(operation: str, request: Request) -> str:
     languages = _languages(request.kernels, request.device)
     for language in languages:
         for form in FORMS[operation]:
-            if form.language != language or not form.supports(request):
-                continue
-            if language != "triton" or _is_right(form.module, request):
+            if form.language == language and form.supports(request):
                 return form.module
     raise AssertionError(f"{operation} has no torch form")
 
 
-_verdicts: dict[Checked, bool] = {}
-
-
-def _is_right(form: str, request: Request) -> bool:
-    """Whether a form gives right results on this device; it is checked at its first use."""
-    checked = Checked.of(form, request)
-    verdict = _verdicts.get(checked)
-    if verdict is None:
-        verdict = load("verify").verdict(checked)
-        if verdict is None:  # it cannot be checked now
-            return True
-        _verdicts[checked] = verdict
-    return verdict
-
-
-def agree_on_kernels(
-    requests: Mapping[str, Request], largest: Callable[[list[int]], list[int]]
-) -> None:
-    """Stop using the forms for GPUs that another rank does not use. Collective.
-
-    Args:
-        requests: the request for each operation.
-        largest: a collective, the elementwise maximum over the ranks.
-    """
-    forms = [FORMS[operation][0].module for operation in requests]  # those of Triton
-    missing = [
-        int(select(operation, request) != form)
-        for form, (operation, request) in zip(forms, requests.items(), strict=True)
-    ]
-    anywhere = largest(missing)
-    for i, request in enumerate(requests.values()):
-        if anywhere[i] > missing[i]:
-            checked = Checked.of(forms[i], request)
-            _verdicts[checked] = False
-            _log.warning(
-                "moe_core kernels: %s is not used, since another rank of the group does not use it",
-                checked.description,
-            )
-
-
-def verify_mode() -> str:
-    """The value of MOE_CORE_VERIFY: "0", "1" or "always".
-
-    Raises:
-        ValueError: it has another value.
-    """
-    mode = os.environ.get("MOE_CORE_VERIFY") or "1"
-    if mode not in ("0", "1", "always"):
-        raise ValueError(f"MOE_CORE_VERIFY ({mode!r}) must be 0, 1 or always")
-    return mode
-
-
 def check_kernels(kernels: str, device: str) -> None:
     """Raise ValueError if the kernels of this name cannot run on a device of this type."""
-    verify_mode()
     if kernels not in KERNELS:
         raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
     if kernels in CPU_KERNELS and device == "cpu" and not library.description(kernels):
@@ -303,6 +214,8 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels == "auto" and device != "cuda":
         _log_once(f"torch on {device}")
         return ("torch",)
+    if os.environ.get("MOE_CORE_VERIFY", "0") != "0":
+        _log_once("MOE_CORE_VERIFY has no effect; `python -m moe_core.ops.verify` checks kernels")
     obstacle = _triton_obstacle(device)
     if obstacle is None:
         _log_once(f"{_triton_name()} on {device}")

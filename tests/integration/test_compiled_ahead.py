@@ -143,16 +143,13 @@ def test_a_damaged_file_of_kernels_is_not_used(damage, tmp_path, monkeypatch, ca
     assert list((tmp_path / "tree").iterdir()) == []
 
 
-def test_kernels_of_a_layer_and_of_its_check_for_a_gpu_that_is_not_here(
-    driver, monkeypatch, capsys
-):
+def test_kernels_of_a_layer_for_a_gpu_that_is_not_here(driver, monkeypatch, capsys):
     """Only which ones: they are not compiled."""
     for module, name in (
         (backend, "_triton_obstacle"), (backend, "_languages"), (ffn, "_shared_memory"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
     backend._languages.cache_clear()
-    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     found = []
     monkeypatch.setattr(launch, "compile_together", found.extend)
     words = ["kernels.py", "layer", "--compile", "--architecture", "90", "--shapes", "48x16x4"]
@@ -163,7 +160,6 @@ def test_kernels_of_a_layer_and_of_its_check_for_a_gpu_that_is_not_here(
     assert (printed.out.partition(" in ")[0], printed.err) == (f"{len(found)} kernels compiled", "")
     names = Counter(job.args[0].__name__ for job in found)
     assert names.keys() >= LAUNCHED
-    assert names["hidden_kernel"] > 2  # of the layer, and of the check's three networks
 
 
 @pytest.mark.parametrize("words", [["layer"], ["network", "--compile"]])

@@ -11,7 +11,6 @@ import triton_cases
 from triton_cases import INTERPRETED, StubDriver
 
 from moe_core import MoEConfig, MoELayer, compile_ahead
-from moe_core.ops import backend
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -24,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not launch._IS_KNOWN, reason="this version of Triton launches itself"),
 ]
 FORMS = ("route.triton", "route.loss_triton", "plan.triton", "combine.triton", "ffn.triton")
+DTYPES = {"route": torch.float32, "plan": torch.int64}
 FACTOR = tl.constexpr(2)
 
 
@@ -233,7 +233,7 @@ def test_a_copy_that_runs_the_model_itself_changes_nothing(triton_on_cpu, caplog
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
-def test_no_kernel_of_a_check_is_compiled_by_its_launch(triton_on_cpu, monkeypatch):
+def test_no_kernel_is_compiled_by_its_launch(triton_on_cpu, monkeypatch):
     """The passes that are recorded launch the same kernels as those that run."""
     compiled: list[str] = []
     compile = triton.compiler.compile
@@ -243,12 +243,11 @@ def test_no_kernel_of_a_check_is_compiled_by_its_launch(triton_on_cpu, monkeypat
         return compile(source, **options)
 
     monkeypatch.setattr(triton.compiler, "compile", counted)
-    for form, number in (("route", 8), ("plan", 5), ("combine", 4), ("ffn", 35)):
-        request = backend.Request("triton", "cpu", torch.bfloat16, activation="gelu")
-        checked = backend.Checked.of(f"{form}.triton", request)
+    for operation, number in (("route", 8), ("plan", 5), ("combine", 4), ("ffn", 35)):
+        checked = verify.Checked(operation, DTYPES.get(operation, torch.bfloat16), "gelu")
 
         def check(checked=checked) -> None:
-            list(verify.results_of(checked, "triton"))
+            list(verify.results_of(checked, "triton", "cpu"))
 
         before = len(compiled)
         assert launch.compile_ahead(check) == number
