@@ -23,7 +23,7 @@ help:
 	@echo "make test-random   the suite in another order with other random examples; the printed SEED=N repeats it"
 	@echo "make test-slow   the tests that take minutes; PART=3/8 runs the third of eight parts, each of less than 40 minutes on two cores"
 	@echo "make test-newest   as make test, with the newest torch that pyproject.toml allows, in $(NEWEST)"
-	@echo "make lint    ruff, mypy and tests/lint.py alone"
+	@echo "make lint    ruff, mypy, tests/lint.py and tests/ceilings.py alone"
 	@echo "make setup   the environment alone, in $(VENV)"
 	@echo "make clean   remove $(VENV), $(NEWEST), caches and build leftovers; output/ and data/ stay"
 	@echo "Each makes the environment first if it is not there. Another Python: make PYTHON=python3.12 ..."
@@ -90,6 +90,7 @@ lint: $(VENV)/.installed-test
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) tests/lint.py
+	$(PY) tests/ceilings.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,6 @@ What it computes is meaningless, and the engine may remember it: a process that 
 not also measure.
 """
 
-import os
 import subprocess
 import sys
 import time
@@ -54,12 +53,6 @@ def without_a_gpu(architecture: int) -> None:
 def compile_in_another_process() -> None:
     """Run this script once more with --compile. If that fails, kernels are compiled at launch."""
     subprocess.run([sys.executable, *sys.argv, "--compile"], check=False)
-
-
-def without_verification() -> None:
-    """From here on the engine does not check its kernels before their first use: the launches of
-    the checks would be counted, and without launches they would fail."""
-    os.environ["MOE_CORE_VERIFY"] = "0"
 
 
 def compile_works(works: Iterable[Callable[[], object]]) -> int:

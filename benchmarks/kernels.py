@@ -8,9 +8,8 @@ SwinV2-MoE beside its dense twin, in training and in inference, by torch's profi
 
 On a CPU these are torch's operators. `the pass` is its time without the profiler: on a GPU, what
 the kernels leave of it is time in which the device waits for the host. --compile only compiles the
-kernels, on all cores (ahead.py), of a layer also those of the check before their first use; with
---architecture for a GPU that is not here. --bare runs each pass twice and times nothing, for other
-profilers and for compute-sanitizer.
+kernels, on all cores (ahead.py), with --architecture for a GPU that is not here. --bare runs each
+pass twice and times nothing, for other profilers and for compute-sanitizer.
 """
 
 import gc
@@ -18,11 +17,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, product
 from typing import NamedTuple
 
 import torch
-from ahead import SHARED_MEMORY, compile_works, without_a_gpu, without_verification
+from ahead import SHARED_MEMORY, compile_works, without_a_gpu
 from layer import Case, shapes_of
 from model import make_parser, plans
 from results_file import Table, keep, publish
@@ -30,7 +28,6 @@ from timing import CALLS_NOTE, timed
 from torch.profiler import ProfilerActivity, profile
 
 from moe_core import prepared
-from moe_core.ops.backend import Checked, Request
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.spread import median_and_spread
@@ -66,16 +63,6 @@ def layers(args) -> Passes:
             with prepared(case.layer), torch.no_grad():
                 yield f"{label}, inference", partial(case.alternatives[name], x)
             case.layer.train()
-
-
-def checks(args) -> Passes:
-    """What the engine runs before the first use of a layer's kernels."""
-    from moe_core.ops.verify import results_of  # it imports triton
-
-    for form, dtype in product(("route", "plan", "combine", "ffn"), args.dtypes):
-        request = Request("triton", args.device, getattr(torch, dtype), activation="gelu")
-        checked = Checked.of(f"{form}.triton", request)
-        yield checked.name, lambda checked=checked: list(results_of(checked, "triton"))
 
 
 def networks(args) -> Passes:
@@ -150,7 +137,6 @@ def main() -> None:
                         help="with --compile, of a GPU that is not here")  # fmt: skip
     parser.set_defaults(dtypes=["bfloat16"])
     args = parser.parse_args()
-    without_verification()
     passes = networks(args)
     if args.what == "layer":
         passes = layers(args)
@@ -159,8 +145,6 @@ def main() -> None:
             parser.error("--architecture goes with layer --compile")
         without_a_gpu(args.architecture)
         args.device = "cpu"
-    if args.compile and args.what == "layer":
-        passes = chain(passes, checks(args))
     if args.compile:
         compile_works(run for _, run in passes)
     elif args.bare:

@@ -33,7 +33,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from ahead import compile_in_another_process, compile_works, without_verification
+from ahead import compile_in_another_process, compile_works
 from layer import SHAPES
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
@@ -264,7 +264,6 @@ def main() -> None:
     )
     parser.add_argument("--compile", action="store_true", help="compile all kernels, and end")
     args = parser.parse_args()
-    without_verification()
     title, sizes, shapes, make = SUBJECTS[args.what]
     dtype = torch.bfloat16
     if args.device == "cpu":

@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.checkpoint import count_experts, load_tensors, save_tensors
     from moe_core.layer import MoELayer
     from moe_core.losses import AuxiliaryLoss, RoutingScores
-    from moe_core.ops import check_kernels, cpu_computes_in, measured_forms, release_buffers
+    from moe_core.ops import check_kernels, cpu_computes_in, release_buffers
     from moe_core.torch_tools import ignore_experts
     from moe_core.training import (
         WithoutExperts,
@@ -119,7 +119,6 @@ __all__ = [
     "ignore_experts",
     "load_strategy_decisions",
     "load_tensors",
-    "measured_forms",
     "moe_layers",
     "prepared",
     "register_activation",

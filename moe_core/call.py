@@ -10,16 +10,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
 from moe_core.config import MoEConfig
-from moe_core.context import expert_dtype
-from moe_core.ops import Request, agree_on_kernels
 from moe_core.parallel import ParallelStrategy
 from moe_core.parallel.exchange import Exchange
-from moe_core.ranks import Ranks
 
 
 class CallOptions(NamedTuple):
@@ -109,26 +105,6 @@ def check_devices(layer: nn.Module, x: Tensor) -> None:
     for name, parameter in layer.named_parameters():
         if parameter.device != x.device:
             raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
-
-
-def agree(config: MoEConfig, x: Tensor, ranks: Ranks) -> None:
-    """Make all ranks select the same forms for this device and these dtypes: a collective."""
-    kernels, device = config.kernels, x.device.type
-    if kernels == "torch" or (device != "cuda" and kernels != "triton"):
-        return
-    dtype = expert_dtype(x)
-    requests = {
-        "route": Request(kernels, device, x.dtype),
-        "plan": Request(kernels, device, torch.int64),
-        "combine": Request(kernels, device, dtype),
-        "ffn": Request(kernels, device, dtype, dtype, activation=config.activation),
-    }
-
-    def largest(values: list[int]) -> list[int]:
-        on_device = torch.tensor(values, device=ranks.device)
-        return ranks.all_reduce(on_device, "agreement on kernels", dist.ReduceOp.MAX).tolist()
-
-    agree_on_kernels(requests, largest)
 
 
 def strategy_in_evaluation(

@@ -154,10 +154,9 @@ class MoEConfig:
     )
     kernels: str = option(
         "auto",
-        "`auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work. The"
-        " experts' products in bf16 on a GPU of compute capability 9.0 or 10.0 use"
-        " `F.grouped_mm` where that is measured to be faster. `triton`, `grouped` and `torch`"
-        " force one form; other names force the CPU instructions of the experts' products",
+        "`auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work."
+        " `triton` and `torch` force one form; other names force the CPU instructions of the"
+        " experts' products",
         choices=KERNELS,
         affects="",
     )

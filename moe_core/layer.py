@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from moe_core.balance import BalanceBias
 from moe_core.call import (
     CallOptions,
-    agree,
     check_devices,
     check_has_capacity,
     check_numbers,
@@ -26,9 +25,9 @@ from moe_core.capacity import (
     routing_stats,
 )
 from moe_core.config import MoEConfig
-from moe_core.context import expert_dtype, expert_input, in_backward, in_transform
+from moe_core.context import expert_input, in_backward, in_transform
 from moe_core.experts import Experts, SharedExperts
-from moe_core.ops import DispatchPlan, make_plan, without_measuring
+from moe_core.ops import DispatchPlan, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.exchange import Choices, Exchange, make_exchange, try_experts
@@ -99,8 +98,6 @@ class MoELayer(HasExperts):
             router = nn.ModuleList(router)
         self.router: nn.Module = router
         self._untried_experts = is_foreign and self.group.size > 1
-        # devices and dtypes for which the ranks have agreed on kernels
-        self._agreed: set[tuple[str, torch.dtype, torch.dtype]] = set()
         self.experts = Experts(config, self.shard, device) if experts is None else experts
         self.shared: SharedExperts | None = None
         if config.num_shared_experts:
@@ -273,11 +270,7 @@ class MoELayer(HasExperts):
         )
         self._keep_statistics(routing, plan, top_k)
         choices = Choices(routing.gates, plan, agreement)
-        if trial is not None and trial.purpose == "timed":
-            with without_measuring():  # of kernels: it would count as time of the strategy
-                y = exchange(self.experts, inputs, choices)  # [N, M]
-        else:
-            y = exchange(self.experts, inputs, choices)
+        y = exchange(self.experts, inputs, choices)  # [N, M]
         if trial is not None:
             y = trial.end(y)
         if self.group.num_ranks > 1:
@@ -346,10 +339,6 @@ class MoELayer(HasExperts):
         if self._untried_experts:
             try_experts(self.experts, x.new_zeros(self.shard.num_experts, x.shape[-1]))
             self._untried_experts = False
-        kind = (x.device.type, x.dtype, expert_dtype(x))
-        if kind not in self._agreed:
-            agree(self.config, x, self.group.ranks)
-            self._agreed.add(kind)
 
     def _exchange_of(
         self, strategy: ParallelStrategy | str, capacity_factor: float | Tensor = 1.0

@@ -22,7 +22,7 @@ CPU_KERNELS = (
     "neon_dotprod",
     "neon",
 )  # the fastest first
-KERNELS = ("auto", "triton", "grouped", "torch", *CPU_KERNELS)  # MoEConfig.kernels
+KERNELS = ("auto", "triton", "torch", *CPU_KERNELS)  # MoEConfig.kernels
 EXCHANGES = ("counted", "static")  # ParallelStrategy.exchange
 
 

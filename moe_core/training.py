@@ -27,7 +27,6 @@ from torch.nn.utils import get_total_norm
 from moe_core.balance import update_balance
 from moe_core.experts import Experts
 from moe_core.layer import MoELayer
-from moe_core.ops import without_measuring
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
@@ -62,8 +61,7 @@ def compile_ahead(model: nn.Module, passes: Callable[[nn.Module], object]) -> in
 
     def work() -> None:
         try:
-            with without_measuring():
-                passes(copy.deepcopy(model))
+            passes(copy.deepcopy(model))
         except Exception as error:
             reason = str(error).partition("\n")[0]
             _log.info(

@@ -7,8 +7,6 @@ import signal
 # As `make test` sets it: the tensors of tests are tiny, a second thread only waits for the first.
 # Commands would otherwise say how many threads a busy machine leaves them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# On a GPU: the tests themselves compare the kernels with torch.
-os.environ.setdefault("MOE_CORE_VERIFY", "0")
 
 # isort: split
 

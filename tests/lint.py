@@ -50,11 +50,6 @@ KNOWN = {
     # Models without data, and the memory of their training: torch's documentation names the first.
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.distributed._tools.mem_tracker.MemTracker",
-    # An alpha with documentation in torch 2.11; later versions are not checked. Channels between
-    # GPUs alone import it.
-    "torch.distributed._symmetric_memory",
-    "torch.distributed._symmetric_memory.empty",
-    "torch.distributed._symmetric_memory.rendezvous",
     # What runs at the end of the backward pass; torch's own FSDP2 uses it.
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.Variable._execution_engine.queue_callback",

@@ -77,7 +77,7 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
 
-    from moe_core.ops.launch import CachedKernel
+    from moe_core.ops.launch import RecordableKernel
 
     compiled, target = {}, GPUTarget("cuda", architecture, 32)
 
@@ -92,7 +92,8 @@ def compile_launches(monkeypatch, architecture: int) -> dict:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", launcher, raising=False)
-    monkeypatch.setattr(CachedKernel, "__getitem__", lambda self, grid: launcher(self.kernel, grid))
+    by_kernel = lambda self, grid: launcher(self.kernel, grid)  # noqa: E731
+    monkeypatch.setattr(RecordableKernel, "__getitem__", by_kernel)
     return compiled
 
 
@@ -181,9 +182,7 @@ def triton_on_cpu(monkeypatch) -> Iterator[None]:
     from moe_core.ops.ffn import triton as ffn
 
     monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
-    monkeypatch.setattr(backend, "_verdicts", {})
     monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    monkeypatch.setenv("MOE_CORE_VERIFY", "0")
     backend._languages.cache_clear()
     try:
         yield

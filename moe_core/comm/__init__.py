@@ -5,8 +5,7 @@
    `PlanRunner` runs them.
 3. `Collectives`: all-to-all, all-gather, reduce-scatter and all-reduce as plans.
 
-For GPUs there are `cuda.CudaMemoryGroup`, `cuda_collectives.CudaAllToAll` and
-`switch.SwitchChannel`.
+They are for CPU tensors. Between GPUs torch's symmetric memory has such primitives.
 
 The layers are those of MSCCL++ (arXiv 2504.09014).
 """

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from moe_core.comm.collectives import Collectives
-from moe_core.comm.cuda_collectives import CudaAllToAll
 from moe_core.parallel.algorithm import Linear
 from moe_core.parallel.groups import ExpertGroup, RankSubset
 from moe_core.parallel.machine import ExchangeCost, LinkTraffic
@@ -16,10 +15,8 @@ from moe_core.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
-_ONLY_STATIC = "all_to_all 'channels' between GPUs needs equal splits (exchange static)"
 # The collectives of each group, by ranks per node.
 _collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
-_gpu_all_to_alls: WeakKeyDictionary[ExpertGroup, CudaAllToAll] = WeakKeyDictionary()
 
 
 @register_all_to_all("channels")
@@ -28,17 +25,14 @@ class Channels(Linear):
 
     CPU ranks of a node copy through shared memory. With several nodes, rows are first sent to the
     rank of this node that has the receiver's local rank, and from there in one message to the
-    receiver. GPUs of one machine write rows into each other's memory. All ranks must then receive
-    equally many rows, as in a static exchange.
+    receiver.
 
     The first instance of a group allocates the memory, in a collective. Later instances share it.
 
     Raises:
-        ValueError: the ranks do not form nodes, or their machines contradict ranks_per_node; GPUs
-            are on several machines. It is raised on all ranks. Between GPUs, a call raises it if
-            the numbers of rows differ.
-        RuntimeError: there is no C++ compiler or too little memory; between GPUs, no Triton or no
-            symmetric memory. It is raised on all ranks.
+        ValueError: the ranks do not form nodes, or their machines contradict ranks_per_node; they
+            run on GPUs. It is raised on all ranks.
+        RuntimeError: there is no C++ compiler or too little memory. It is raised on all ranks.
     """
 
     through_memory = True
@@ -47,10 +41,9 @@ class Channels(Linear):
         super().__init__(group, ranks_per_node)
         if group.size == 1:
             return
-        if _between_gpus(group):
-            self.ranks = GpuRanks(group, _gpu_all_to_all_of(group))
-        else:
-            self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
+        if group.ranks.device.type != "cpu":
+            raise ValueError("all_to_all 'channels' is for ranks on CPUs; on GPUs use 'linear'")
+        self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
 
     @classmethod
     def is_available(cls, group: ExpertGroup) -> bool:
@@ -58,11 +51,9 @@ class Channels(Linear):
 
         If sharing memory fails, the log gives the reason.
         """
-        if group.size == 1:
+        if group.size == 1 or group.ranks.device.type != "cpu":
             return False
         try:
-            if _between_gpus(group):
-                raise ValueError(f"{_ONLY_STATIC}, which no tuner tries")
             if group.ranks_per_node() < group.size:
                 return False
             _collectives_of(group, group.size)
@@ -72,11 +63,6 @@ class Channels(Linear):
             _log.info("all-to-all through shared memory is not tried: %s", error)
             return False
         return True
-
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.ranks, GpuRanks):
-            raise ValueError(f"{_ONLY_STATIC}: it does not exchange counts")
-        return super().exchange_counts(counts)
 
     @staticmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
@@ -113,28 +99,6 @@ class _ChannelRanks(RankSubset):
         return self._collectives.reduce_scatter(rows)
 
 
-class GpuRanks(RankSubset):
-    """All ranks of a group. Their all-to-alls, which need equal splits, use shared GPU memory."""
-
-    def __init__(self, group: ExpertGroup, exchange: CudaAllToAll) -> None:
-        super().__init__(group, range(group.size), group.process_group)
-        self._exchange = exchange
-
-    def all_to_all(
-        self, rows: Tensor, send: Tensor | None = None, receive: Tensor | None = None
-    ) -> Tensor:
-        numbers = [len(rows) // self.size] * self.size
-        sizes = tuple(counts for counts in (send, receive) if counts is not None)
-        for counts in sizes:
-            if counts.tolist() != numbers:
-                raise ValueError(f"{_ONLY_STATIC}: rows by rank are {counts.tolist()}")
-        return self._exchange.all_to_all(rows)
-
-
-def _between_gpus(group: ExpertGroup) -> bool:
-    return group.ranks.device.type == "cuda"
-
-
 def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectives:
     """The group's collectives, ready for all-to-alls. The first call (by all ranks) makes them."""
     made = _collectives.setdefault(group, {})
@@ -143,10 +107,3 @@ def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectiv
         collectives.prepare_all_to_all()
         made[ranks_per_node] = collectives
     return made[ranks_per_node]
-
-
-def _gpu_all_to_all_of(group: ExpertGroup) -> CudaAllToAll:
-    """The group's all-to-all between GPUs. The first call, by all ranks, creates it."""
-    if group not in _gpu_all_to_alls:
-        _gpu_all_to_alls[group] = CudaAllToAll(group.ranks, group.timeout)
-    return _gpu_all_to_alls[group]

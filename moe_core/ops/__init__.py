@@ -3,10 +3,9 @@
 An implementation is called a form. `backend` has the table of forms and selects one for each call.
 """
 
-from moe_core.ops.backend import Request, agree_on_kernels, check_kernels
+from moe_core.ops.backend import check_kernels
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
-from moe_core.ops.ffn.fastest import measured_forms, without_measuring
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.op import (
@@ -29,9 +28,7 @@ __all__ = [
     "ExpertWeights",
     "Int8Weights",
     "LinearLogits",
-    "Request",
     "RouteSettings",
-    "agree_on_kernels",
     "casts_weights",
     "check_kernels",
     "combine",
@@ -44,7 +41,6 @@ __all__ = [
     "inverse_plan",
     "loss_of_sums",
     "make_plan",
-    "measured_forms",
     "moe_ffn",
     "pack_weights",
     "prefers_unpacked",
@@ -54,5 +50,4 @@ __all__ = [
     "route",
     "soft_combine",
     "soft_dispatch",
-    "without_measuring",
 ]

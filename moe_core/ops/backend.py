@@ -1,17 +1,15 @@
-"""Selects the form of an operation: Triton, `F.grouped_mm`, C++ or torch.
+"""Selects the form of an operation: Triton, C++ or torch.
 
 The table `FORMS` lists the forms of each operation. `_languages` has the languages of a device in
 order of preference. The first form that is available there and supports the arguments runs. The
 torch form supports everything. The logger "moe_core" logs the available languages once.
-
-On a GPU `ffn.fastest` measures two forms of the experts' networks and forces the faster one.
 """
 
 import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple
@@ -19,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.ops.ffn.grouped import CAPABILITIES
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.options import CPU_KERNELS, KERNELS
@@ -34,7 +31,6 @@ KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
 MOST_INT8_INPUTS = (2**31 - 1) // (255 * 127)
 _HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
 _FP32_AND_BF16 = (torch.float32, torch.bfloat16)
-_GROUPED_DTYPES = (torch.bfloat16,)
 _log = logging.getLogger("moe_core")
 
 
@@ -50,46 +46,10 @@ class Request(NamedTuple):
     num_inputs: int = 0  # the largest number of inputs of a product
 
 
-class Checked(NamedTuple):
-    """What one check of a form for GPUs covers (moe_core.ops.verify)."""
-
-    form: str  # the module
-    dtype: torch.dtype
-    activation: str | None
-    device: str  # device type
-    ordinal: int  # of the current device
-
-    @property
-    def name(self) -> str:
-        parts = (self.form.removesuffix(".triton"), self.dtype, self.activation)
-        return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
-
-    @property
-    def description(self) -> str:
-        """The language and the name, as in "the Triton form of ffn bfloat16 gelu"."""
-        if self.form == "ffn.grouped":
-            return f"the form {self.name}"
-        return f"the Triton form of {self.name}"
-
-    @classmethod
-    def of(cls, form: str, request: Request) -> "Checked":
-        dtype, activation = request.dtype, None
-        if form == "plan.triton":
-            dtype = torch.int64
-        elif dtype != torch.float64 and (form == "route.triton" or not dtype.is_floating_point):
-            dtype = torch.float32
-        if form in ("ffn.triton", "ffn.grouped"):
-            activation = request.activation
-        ordinal = 0
-        if request.device == "cuda":
-            ordinal = torch.cuda.current_device()
-        return cls(form, dtype, activation, request.device, ordinal)
-
-
 class Form(NamedTuple):
     """One implementation of an operation."""
 
-    language: str  # "triton", "grouped", "cpp" or "torch"
+    language: str  # "triton", "cpp" or "torch"
     module: str  # relative to moe_core.ops; imported when it is first used
     supports: Callable[[Request], bool]
 
@@ -100,10 +60,6 @@ def _everything(request: Request) -> bool:
 
 def _triton_ffn(request: Request) -> bool:
     return request.activation in KERNEL_ACTIVATIONS and request.dtype in _HALVES_AND_FP32
-
-
-def _grouped_ffn(request: Request) -> bool:
-    return request.activation in KERNEL_ACTIVATIONS and request.dtype in _GROUPED_DTYPES
 
 
 def _cpp_ffn(request: Request) -> bool:
@@ -147,7 +103,6 @@ FORMS = {
     ),
     "ffn": (  # with dispatch and combine, but in torch
         Form("triton", "ffn.triton", _triton_ffn),
-        Form("grouped", "ffn.grouped", _grouped_ffn),
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.reference", _everything),
     ),
@@ -165,8 +120,6 @@ def select(operation: str, request: Request) -> str:
 
     - "auto" allows Triton on a CUDA device where it works, C++ on a CPU, and torch.
     - "triton" allows Triton and torch.
-    - "grouped" computes the experts' networks with `F.grouped_mm` if they are in bf16. For all else
-      it is the same as "auto".
     - "torch" allows only torch.
     - A name in CPU_KERNELS makes the experts' products on a CPU use these instructions. On another
       device it is the same as "auto".
@@ -175,8 +128,7 @@ def select(operation: str, request: Request) -> str:
     does not select the interpreter.
 
     Raises:
-        ValueError: `kernels` has another value; it is "triton" but Triton cannot run; it is
-            "grouped" but the device is no GPU for which `F.grouped_mm` has kernels; or it names
+        ValueError: `kernels` has another value; it is "triton" but Triton cannot run; or it names
             instructions that this CPU lacks or whose kernels do not compile or load.
     """
     return _constant_form(operation, *request)
@@ -196,77 +148,13 @@ def _first_form(operation: str, request: Request) -> str:
     languages = _languages(request.kernels, request.device)
     for language in languages:
         for form in FORMS[operation]:
-            if form.language != language or not form.supports(request):
-                continue
-            if language not in _CHECKED or _is_right(form.module, request):
+            if form.language == language and form.supports(request):
                 return form.module
     raise AssertionError(f"{operation} has no torch form")
 
 
-_CHECKED = ("triton", "grouped")  # languages whose forms are checked where they run
-_verdicts: dict[Checked, bool] = {}
-
-
-def _is_right(form: str, request: Request) -> bool:
-    """Whether a form gives right results on this device; it is checked at its first use."""
-    checked = Checked.of(form, request)
-    verdict = _verdicts.get(checked)
-    if verdict is None:
-        verdict = load("verify").verdict(checked)
-        if verdict is None:  # it cannot be checked now
-            return True
-        _verdicts[checked] = verdict
-    return verdict
-
-
-def agree_on_kernels(
-    requests: Mapping[str, Request], largest: Callable[[list[int]], list[int]]
-) -> None:
-    """Stop using the forms for GPUs that another rank does not use. Collective.
-
-    Args:
-        requests: the request for each operation.
-        largest: a collective, the elementwise maximum over the ranks.
-    """
-    forms = [_preferred(operation, request) for operation, request in requests.items()]
-    missing = [
-        int(select(operation, request) != form)
-        for form, (operation, request) in zip(forms, requests.items(), strict=True)
-    ]
-    anywhere = largest(missing)
-    for i, request in enumerate(requests.values()):
-        if anywhere[i] > missing[i]:
-            checked = Checked.of(forms[i], request)
-            _verdicts[checked] = False
-            _log.warning(
-                "moe_core kernels: %s is not used, since another rank of the group does not use it",
-                checked.description,
-            )
-
-
-def _preferred(operation: str, request: Request) -> str:
-    """The form that `request.kernels` names, otherwise the Triton form, available or not."""
-    for form in FORMS[operation]:
-        if form.language == request.kernels and form.supports(request):
-            return form.module
-    return FORMS[operation][0].module
-
-
-def verify_mode() -> str:
-    """The value of MOE_CORE_VERIFY: "0", "1" or "always".
-
-    Raises:
-        ValueError: it has another value.
-    """
-    mode = os.environ.get("MOE_CORE_VERIFY") or "1"
-    if mode not in ("0", "1", "always"):
-        raise ValueError(f"MOE_CORE_VERIFY ({mode!r}) must be 0, 1 or always")
-    return mode
-
-
 def check_kernels(kernels: str, device: str) -> None:
     """Raise ValueError if the kernels of this name cannot run on a device of this type."""
-    verify_mode()
     if kernels not in KERNELS:
         raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(KERNELS)}")
     if kernels in CPU_KERNELS and device == "cpu" and not library.description(kernels):
@@ -275,12 +163,6 @@ def check_kernels(kernels: str, device: str) -> None:
         obstacle = _triton_obstacle(device)
         if obstacle is not None:
             raise ValueError(f"kernels ('triton') cannot run on device type {device!r}: {obstacle}")
-    if kernels == "grouped" and device != "meta":
-        obstacle = _grouped_obstacle(device)
-        if obstacle is not None:
-            raise ValueError(
-                f"kernels ('grouped') cannot run on device type {device!r}: {obstacle}"
-            )
 
 
 @functools.cache
@@ -320,8 +202,6 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels == "torch":
         _log_once(f"torch on {device}")
         return ("torch",)
-    if kernels == "grouped":
-        return ("grouped", *_languages("auto", device))
     if kernels in CPU_KERNELS and device != "cpu":
         return _languages("auto", device)
     if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
@@ -334,6 +214,8 @@ def _languages(kernels: str, device: str) -> tuple[str, ...]:
     if kernels == "auto" and device != "cuda":
         _log_once(f"torch on {device}")
         return ("torch",)
+    if os.environ.get("MOE_CORE_VERIFY", "0") != "0":
+        _log_once("MOE_CORE_VERIFY has no effect; `python -m moe_core.ops.verify` checks kernels")
     obstacle = _triton_obstacle(device)
     if obstacle is None:
         _log_once(f"{_triton_name()} on {device}")
@@ -367,18 +249,6 @@ def _triton_name() -> str:
     if is_interpreted():
         suffix = " (interpreted)"
     return f"triton {triton.__version__}{suffix}"
-
-
-def _grouped_obstacle(device: str) -> str | None:
-    """Why F.grouped_mm has no kernels for this device type; None if it has."""
-    known = " and ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-    needed = f"F.grouped_mm has kernels for CUDA devices of compute capability {known} alone"
-    if device != "cuda":
-        return needed
-    major, minor = torch.cuda.get_device_capability()
-    if (major, minor) in CAPABILITIES:
-        return None
-    return f"{needed}, this one has {major}.{minor}"
 
 
 def _triton_obstacle(device: str) -> str | None:

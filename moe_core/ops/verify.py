@@ -1,32 +1,25 @@
-"""Checks a form for GPUs on the device where it runs, before its first use there.
+"""Compares the forms for GPUs with torch's, once and on demand, for those who have a new card.
+
+    python -m moe_core.ops.verify
+
+Prints a line for each form: right, or what differs. The status is 1 if one is wrong. The kernels
+are compiled first, which takes about half a minute once on a machine.
 
 Small cases run through the form and, on the CPU in fp64, through the torch form. They have sizes
 that divide no tile, an expert without tokens, dropped tokens, equal logits, K = 1 and K = 2.
-Outputs and gradients are compared. `backend.select` passes over a form that differs or fails.
-
-`backend.verify_mode` says which checks run.
+Outputs and gradients are compared.
 """
 
 # T tokens, E experts, K top-k, M model dim, H hidden dim
 
-import functools
-import json
-import logging
-import platform
-import threading
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from moe_core.context import in_backward, in_transform
-from moe_core.files import atomic_write, open_regular, sha256
-from moe_core.ops.backend import Checked, is_interpreted, verify_mode
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, check_kernels
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
 from moe_core.ops.ffn.op import moe_ffn
@@ -36,91 +29,72 @@ from moe_core.ops.route.op import LinearLogits, RouteSettings, route
 from moe_core.ops.route.reference import RoutingScores
 from moe_core.registry import GATED_ACTIVATIONS, LOSSES
 
-_CHECKS = "moe_core_checks.json"  # the file of passed checks
-_MAX_BYTES = 1 << 16  # of a file of kept results
-_MAX_DEVICES = 32  # of which results are kept
-_MAX_NAMES = 128  # of a device
 # A product that the Triton form leaves to torch, which the user may have told to use TF32.
 _BY_TORCH = "the gradient of weight of a linear router"
-_log = logging.getLogger("moe_core")
-_check = threading.Lock()  # held during a check
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Named = dict[str, Tensor]
 
 
-def verdict(checked: Checked) -> bool | None:
-    """Whether a form is right; None, which is not remembered, where that cannot be found out now.
+class Checked(NamedTuple):
+    """What one check of a Triton form covers."""
 
-    A check has a thread of its own. So it has neither autocast nor inference mode, fake tensors,
-    hooks of saved tensors or a stream of the caller, and runs while torch.compile traces the
-    caller. It cannot run while the caller captures a CUDA graph, in a backward pass, or within
-    forward-mode differentiation. Operations that run during a check are not checked.
+    operation: str
+    dtype: torch.dtype
+    activation: str | None = None
+
+    @property
+    def name(self) -> str:
+        parts = (self.operation, self.dtype, self.activation)
+        return " ".join(str(part).removeprefix("torch.") for part in parts if part is not None)
+
+
+CHECKS = (
+    Checked("route", torch.float32),
+    Checked("plan", torch.int64),
+    *(Checked("combine", dtype) for dtype in _DTYPES),
+    *(Checked("ffn", dtype, name) for dtype in _DTYPES for name in KERNEL_ACTIVATIONS),
+)
+
+
+def check_forms(device: str = "cuda") -> Iterator[tuple[str, str]]:
+    """The name of each Triton form and what is wrong with it, "" if nothing is.
+
+    Raises:
+        ValueError: Triton cannot run on this device.
+        torch.OutOfMemoryError: says nothing about the form.
     """
-    mode = verify_mode()
-    is_compiled = checked.device == "cuda" and not is_interpreted()
-    if mode == "0" or (mode == "1" and not is_compiled):
-        return True
-    if checked.device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    # A check in a backward pass would wait for the thread in which that pass runs.
-    if in_backward() or not _check.acquire(blocking=False):
-        return None
-    try:
-        device = device_name(checked)
-        if mode == "1" and is_kept(_CHECKS, device, checked.name):
-            return True
-        with ThreadPoolExecutor(1) as thread:
-            fault = thread.submit(_fault, checked).result()
-        if fault == "" and is_compiled:
-            keep(_CHECKS, device, checked.name)
-    finally:
-        _check.release()
-    if fault:
-        _log.warning(
-            "moe_core kernels: %s is not used: %s (%s). The next form replaces it. Please report"
-            " this line; MOE_CORE_VERIFY=0 skips the check",
-            checked.description,
-            fault,
-            device,
-        )
-    if fault is None:
-        return None
-    return fault == ""
+    check_kernels("triton", device)
+    if device == "cuda":
+        compile_ahead(lambda: [list(results_of(each, "triton", device)) for each in CHECKS])
+    for checked in CHECKS:
+        yield checked.name, fault_of(checked, device)
 
 
-def _fault(checked: Checked) -> str | None:
-    """What is wrong with a form: "" if nothing is, None if a case cannot run now."""
-    if in_transform(torch.empty(0)):  # the plain form would run twice
-        return None
-    on_device: AbstractContextManager = nullcontext()
-    if checked.device == "cuda":
-        on_device = torch.cuda.device(checked.ordinal)
+def fault_of(checked: Checked, device: str) -> str:
+    """What is wrong with a form on this device; "" if nothing is."""
     try:
-        with on_device:
-            _, language = checked.form.split(".")
-            if checked.device == "cuda":  # before the NaN, which it would overwrite
-                compile_ahead(lambda: list(results_of(checked, language)))
-            # Freed memory that results may get, so that what a kernel leaves out is NaN.
-            del [torch.full((1 << 18,), torch.nan, device=checked.device) for _ in range(4)][:]
-            forms = results_of(checked, language), results_of(checked, "torch")
-            for (name, value), (_, right) in zip(*forms, strict=True):
-                dtype = checked.dtype
-                if name == _BY_TORCH:
-                    dtype = torch.float16
-                difference = _difference(value.cpu(), right, dtype)
-                if difference:
-                    return f"{name} {difference}"
+        # Freed memory that results may get, so that what a kernel leaves out is NaN.
+        del [torch.full((1 << 18,), torch.nan, device=device) for _ in range(4)][:]
+        forms = results_of(checked, "triton", device), results_of(checked, "torch", "cpu")
+        for (name, value), (_, right) in zip(*forms, strict=True):
+            dtype = checked.dtype
+            if name == _BY_TORCH:
+                dtype = torch.float16
+            difference = _difference(value.cpu(), right, dtype)
+            if difference:
+                return f"{name} {difference}"
     except torch.OutOfMemoryError:
-        raise  # says nothing about the form
+        raise
     except Exception as error:  # of the compiler, the launch or the interpreter
         reason = (str(error).strip() or "no message").splitlines()[0]
         return f"{type(error).__name__}: {reason}"
     return ""
 
 
-def results_of(checked: Checked, kernels: str) -> Iterator[tuple[str, Tensor]]:
-    """Run the cases of a form with `kernels`: "triton", "grouped" or "torch"."""
-    return _CASES[checked.form](_Form(checked, kernels))
+def results_of(checked: Checked, kernels: str, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Run the cases of a form with `kernels`: "triton" or "torch"."""
+    return _CASES[checked.operation](_Form(checked, kernels, device))
 
 
 def _difference(value: Tensor, right: Tensor, dtype: torch.dtype) -> str:
@@ -149,10 +123,10 @@ def _difference(value: Tensor, right: Tensor, dtype: torch.dtype) -> str:
 class _Form:
     """A form, and the numbers that it gets: the torch form in fp64 on the CPU."""
 
-    def __init__(self, checked: Checked, kernels: str) -> None:
+    def __init__(self, checked: Checked, kernels: str, device: str) -> None:
         self.kernels, self.dtype, self.activation = kernels, checked.dtype, checked.activation
+        self.device = device
         self._is_exact = kernels == "torch"
-        self.device = "cpu" if self._is_exact else checked.device
         self._random = torch.Generator().manual_seed(0)
 
     def number(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
@@ -297,80 +271,24 @@ def _network(form: _Form, activation: str, case: _Network, is_gated: bool) -> It
 
 
 _CASES: dict[str, Callable[[_Form], Iterator[tuple]]] = {
-    "route.triton": _routing,
-    "plan.triton": _plans,
-    "combine.triton": _rows,
-    "ffn.triton": _networks,
-    "ffn.grouped": _networks,
+    "route": _routing,
+    "plan": _plans,
+    "combine": _rows,
+    "ffn": _networks,
 }
 
 
-# Names by device with its versions, in JSON files beside Triton's compiled kernels: those of passed
-# checks, and those of measured forms (ffn.fastest). A failed check is not kept: the next process
-# tries again.
-
-
-def is_kept(file: str, device: str, name: str) -> bool:
-    """Whether `keep` was called with these arguments, in this process or an earlier one."""
-    return name in _kept(file).get(device, [])
-
-
-def _kept(name: str) -> dict[str, list[str]]:
-    """What a file holds; nothing if it is missing, damaged or not of this format."""
+def main() -> None:
+    wrong = 0
     try:
-        with open_regular(_folder() / name) as file:
-            content = file.read(_MAX_BYTES + 1)
-        if len(content) > _MAX_BYTES:
-            return {}
-        kept = json.loads(content)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(kept, dict) or not all(isinstance(names, list) for names in kept.values()):
-        return {}
-    return kept
+        for name, fault in check_forms():
+            print(f"{name}: {fault or 'right'}", flush=True)
+            wrong += bool(fault)
+    except ValueError as error:
+        sys.exit(str(error))
+    if wrong:
+        sys.exit(f"{wrong} of {len(CHECKS)} forms are wrong; MoEConfig(kernels='torch') uses none")
 
 
-def keep(file: str, device: str, name: str) -> None:
-    """Keep a name of a device, whose driver must be known, and forget the oldest ones."""
-    if not _driver():
-        return
-    kept = _kept(file)
-    names = [other for other in kept.pop(device, []) if other != name] + [name]
-    kept = dict(list(kept.items())[1 - _MAX_DEVICES :]) | {device: names[-_MAX_NAMES:]}
-    content = json.dumps(kept, indent=1).encode()
-    while len(content) > _MAX_BYTES and len(kept) > 1:
-        del kept[next(iter(kept))]
-        content = json.dumps(kept, indent=1).encode()
-    with suppress(OSError):  # the next process checks again
-        _folder().mkdir(parents=True, exist_ok=True)
-        with atomic_write(_folder() / file) as written:
-            written.write(content)
-
-
-def _folder() -> Path:
-    return Path(triton.knobs.cache.dir)
-
-
-def device_name(checked: Checked) -> str:
-    """The device, and all versions on which its results depend."""
-    device = f"{checked.device} {platform.machine()}"
-    if checked.device == "cuda":
-        major, minor = torch.cuda.get_device_capability(checked.ordinal)
-        device = f"{torch.cuda.get_device_name(checked.ordinal)}, capability {major}.{minor}"
-    versions = f"torch {torch.__version__}, triton {triton.__version__}, sources {_sources()}"
-    return f"{device}, driver {_driver()}, {versions}"
-
-
-def _driver() -> str | None:
-    """NVIDIA's driver; None if it is not known."""
-    with suppress(OSError, IndexError):
-        lines = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()
-        return lines[0].removeprefix("NVRM version: ")[:100]
-    return None
-
-
-@functools.cache
-def _sources() -> str:
-    """A checksum of the source files of all operations."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return sha256(file.read_bytes() for file in files)[:16]
+if __name__ == "__main__":
+    main()

@@ -46,6 +46,8 @@ _OTHER_WORDS = {
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
 # Keys that left, and why. Earlier runs have recorded them; there they count no more.
 _LEFT = {"TRAIN.NOISE_SCALE_FREQ": "since nobody acted on the gradient's noise scale"}
+# Values alike, whose keys get the default.
+_LEFT_VALUES = {"MODEL.MOE.KERNELS 'grouped'": "since Triton was faster in every class of layers"}
 
 
 def load_config(
@@ -345,11 +347,13 @@ def _checked(
         if not isinstance(key, str):
             key = short(key)
         name = prefix + key
-        if name in _LEFT:
-            if not source:
-                continue
-            given = short(value, 200)
-            raise UserError(f"{source}{name} is {given}: this key has left, {_LEFT[name]}")
+        given = short(value, 200)
+        reason = _LEFT.get(name) or _LEFT_VALUES.get(f"{name} {given}")
+        if reason and not source:
+            continue
+        if reason:
+            kind = "key" if name in _LEFT else "value"
+            raise UserError(f"{source}{name} is {given}: this {kind} has left, {reason}")
         if key not in group:
             name, value = _innermost(name, value)
             raise UserError(

@@ -119,10 +119,6 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if fits(summary, {"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}):
         size = f"{summary['teacher_cache_bytes'] / 1e6:,.1f} MB"
         facts["teacher's outputs"] = f"{size}, {summary['teacher_hit_rate']:.0%} from the cache"
-    if fits(summary, {"measured_forms": dict}):
-        forms = [str(text).partition(",")[0] for text in summary["measured_forms"].values()]
-        counts = (f"{form} for {forms.count(form)}" for form in ("triton", "grouped"))
-        facts["experts' form, by shapes"] = ", ".join(counts)
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
     facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
     if "compressed" not in last:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 # Tokens of an outer block. This is the number of rows of a WGMMA, Hopper's matrix product of four
 # warps.
@@ -175,7 +175,7 @@ def _forward_rows(
         tl.store(lse_pointers, (maximum + tl.log2(total)) / _LOG2E, mask=rows < N)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _forward_kernel(
     qkv, bias, mask, scale, out, lse, num_windows, num_masks, N: tl.constexpr, HEADS,
@@ -256,7 +256,7 @@ def _backward_queries(
     tl.store(grad_scale + scale_row * HEADS + head, tl.sum(scale_grads, 0))
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _backward_queries_kernel(
     qkv, bias, mask, scale, out, lse, grad, delta, grad_qkv, grad_bias, grad_scale, num_windows,
@@ -316,7 +316,7 @@ def _backward_keys(
         _store(grad_qkv + start + 2 * WIDTH, 3 * WIDTH, keys, grad_v, N, D)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_windows", "num_masks", "HEADS"])
 def _backward_keys_kernel(
     qkv, bias, mask, scale, lse, grad, delta, grad_qkv, num_windows, num_masks, N: tl.constexpr,

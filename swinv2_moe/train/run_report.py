@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_core import measured_forms, moe_layers
+from moe_core import moe_layers
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import short
@@ -221,9 +221,6 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
         "unreadable_images": len(trainer.unreadable.paths),
         "skipped_steps": progress.skipped,
     }
-    forms = measured_forms()
-    if forms:
-        summary["measured_forms"] = forms
     if trainer.distillation is not None:
         summary |= trainer.distillation.facts()
     reached = progress.to_target.reached

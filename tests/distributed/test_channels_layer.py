@@ -12,12 +12,14 @@ from gloo_processes import patches
 from moe_cases import make_layer
 from torch import Tensor
 
+from moe_core import ALL_TO_ALLS
 from moe_core.comm import memory
 from moe_core.parallel import (
     PROFILES,
     CollectiveError,
     ExpertGroup,
     ParallelStrategy,
+    Ranks,
     Tuner,
     all_to_all,
     make_expert_groups,
@@ -101,6 +103,18 @@ def refusals(rank: int) -> None:
 
 def test_ranks_on_other_machines_get_one_line(run_processes):
     run_processes(refusals, 2)
+
+
+def refused_between_gpus(rank: int) -> None:
+    group = make_expert_groups(2, ranks_per_node=2)
+    patches.setattr(Ranks, "device", torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"'channels' is for ranks on CPUs; on GPUs use 'linear'$"):
+        make_layer(group=group, num_experts=2, strategy=ParallelStrategy(1, 1, "channels"))
+    assert not ALL_TO_ALLS["channels"].is_available(group)
+
+
+def test_ranks_on_gpus_get_one_line(run_processes):
+    run_processes(refused_between_gpus, 2)
 
 
 def a_rank_stays_away(rank: int) -> None:

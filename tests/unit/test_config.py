@@ -361,6 +361,20 @@ def test_a_key_that_left_is_refused_but_in_recorded_configurations(tmp_path):
         assert fails(key, "17").endswith(f"{key} is '17': this key has left, {reason}")
 
 
+def test_a_value_that_left_is_refused_but_in_recorded_configurations(tmp_path):
+    for given, reason in load._LEFT_VALUES.items():
+        key, value = given.replace("'", "").split()
+        *groups, name = key.split(".")
+        content: dict = {name: value}
+        for group in reversed(groups):
+            content = {group: content}
+        text = yaml.safe_dump(content)
+        assert config_from_text(text, "checkpoint RUN") == default_config()
+        says = f"{key} is {value!r}: this value has left, {reason}"
+        assert fails(file=write(tmp_path / "c.yaml", text)).endswith(says)
+        assert fails(key, value).endswith(says)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

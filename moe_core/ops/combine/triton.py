@@ -16,13 +16,13 @@ from torch import Tensor
 
 from moe_core.ops.backend import on_its_device
 from moe_core.ops.blocks import cdiv, next_power_of_2
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 _TILE = 4096  # elements of a tile: 32 for each thread of 4 warps
 _MAX_BLOCK_M = 512
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_rows"])
 def _dispatch_kernel(
     tokens,
@@ -44,7 +44,7 @@ def _dispatch_kernel(
     )
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def _sum_kernel(
     rows, slots, kept, gates, out, num_tokens, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
@@ -72,7 +72,7 @@ def _sum_kernel(
     tl.store(out + t[:, None] * WIDTH + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine_backward_kernel(
     grad, rows, gates, choices, slots, kept, grad_rows, grad_gates, num_rows, WIDTH: tl.constexpr,

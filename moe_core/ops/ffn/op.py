@@ -6,8 +6,7 @@ the activation is multiplied by `rows_e w3[e]^T + b3[e]`.
 The torch.library op `moe_core::moe_ffn`, in Triton and in C++, dispatches and combines too. For the
 backward pass it keeps the tokens and the hidden layer before the activation (for gated experts both
 products) and computes the activation again. It keeps neither the gathered rows nor the experts'
-outputs. Everything else is `reference.feed_forward`, in bf16 on a GPU with `F.grouped_mm`. It takes
-the place of Triton where `fastest` has measured that it is faster.
+outputs. Everything else is `reference.feed_forward`, in bf16 on a GPU with `F.grouped_mm`.
 """
 
 # T tokens, E experts, K top-k, N rows, M model dim, H hidden dim
@@ -24,7 +23,6 @@ from moe_core.ops.backend import Request, load, select
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.combine.reference import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import dropout_seed
-from moe_core.ops.ffn.fastest import faster
 from moe_core.ops.ffn.inputs import (
     ExpertWeights,
     MoEFFNInputs,
@@ -37,7 +35,7 @@ from moe_core.ops.int8_ffn.inputs import Int8Weights
 from moe_core.ops.int8_ffn.op import int8_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan
 
-_UNFUSED = ("ffn.grouped", "ffn.reference")  # forms without dispatch and combine
+_UNFUSED = "ffn.reference"  # the form without dispatch and combine
 
 
 def expert_ffn(
@@ -71,15 +69,8 @@ def expert_ffn(
     if isinstance(weights, Int8Weights):
         return int8_ffn(rows, weights, offsets, activation, kernels)
     weights.check(activation, rows.shape[1], len(offsets))
-
-    def run(inputs, kernels: str) -> Tensor:
-        rows, _, *rest = inputs
-        return expert_ffn(rows, ExpertWeights(*rest), offsets, activation, 0.0, kernels)
-
-    inputs, sizes = (rows, None, weights), (rows.shape[0], 1)
-    kernels = faster(kernels, "expert_ffn", inputs, sizes, activation, dropout, False, run)
     form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
-    if in_transform(rows) or form in _UNFUSED:
+    if in_transform(rows) or form == _UNFUSED:
         _check_unpacked(weights, f"rows in {rows.dtype}, other kernels, transforms")
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     order = torch.arange(rows.shape[0], device=rows.device)
@@ -116,17 +107,8 @@ def moe_ffn(
     """
     if isinstance(weights, ExpertWeights) and not in_transform(tokens):
         weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
-
-        def run(inputs, kernels: str) -> Tensor:
-            tokens, gates, *rest = inputs
-            of_run = ExpertWeights(*rest)
-            return moe_ffn(tokens, gates, of_run, plan, activation, 0.0, kernels, casts)
-
-        inputs, sizes = (tokens, gates, weights), (plan.choices.shape[0], plan.slots.shape[1])
-        has_casts = casts is not None
-        kernels = faster(kernels, "moe_ffn", inputs, sizes, activation, dropout, has_casts, run)
         form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
-        if form not in _UNFUSED:
+        if form != _UNFUSED:
             settings = (activation, dropout, kernels, form)
             return _fused(tokens, gates, weights, plan, settings, casts)
     rows = dispatch(tokens, plan, kernels)

@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 
 from moe_core.ops.ffn.triton_activations import activation, dropout_factors, gated_activation
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 # 1. Blocks of rows
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_blocks"])
 def blocks_kernel(
     offsets, blocks, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -150,7 +150,7 @@ def _add_bias(value, bias, expert, columns, H: tl.constexpr):
     return value
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def hidden_kernel(
     tokens, choices, blocks, w1, b1, w3, b3, seed, z, h, num_blocks, M: tl.constexpr,
@@ -199,7 +199,7 @@ def hidden_kernel(
         tl.store(h + cells, value.to(h.dtype.element_ty), mask=mask)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_blocks"])
 def model_kernel(
     h, blocks, w, other_h, other_w, bias, choices, gates, out, num_blocks, M: tl.constexpr,
@@ -295,7 +295,7 @@ def _halves(x, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BLOCK_N, 2, WIDTH // 2)), (0, 2, 1)))
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def hidden_grad_kernel(
     grad, choices, blocks, w2, z, seed, gates, grad_z, weighted, dots, sums, num_blocks,
@@ -341,7 +341,7 @@ def hidden_grad_kernel(
             tl.store(dots + n * tiles_of_block + tile, dot, mask=n < end)
 
 
-@cached_launch
+@recordable
 @triton.jit
 def weight_grad_kernel(
     a, b, offsets, out, M: tl.constexpr, H: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -377,7 +377,7 @@ def weight_grad_kernel(
     tl.store(out + cells, total.to(out.dtype.element_ty), mask=(h < H)[:, None] & (m < M)[None, :])
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_blocks"])
 def gate_grad_kernel(
     grad, choices, blocks, gates, b2, dots, grad_gates, sums, num_blocks, M: tl.constexpr,
@@ -418,7 +418,7 @@ def gate_grad_kernel(
             tl.store(grad_gates + choice, dot.to(grad_gates.dtype.element_ty), mask=in_range)
 
 
-@cached_launch
+@recordable
 @triton.jit
 def sum_blocks_kernel(
     sums, offsets, out, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,

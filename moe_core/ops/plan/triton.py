@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import on_its_device
 from moe_core.ops.blocks import cdiv, next_power_of_2
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 _TILE = 4096  # counts that a program of the scan reads at a time
 _EXPERTS_AT_A_TIME = 64  # experts that a program of the count compares with its choices
@@ -40,7 +40,7 @@ def _load_block(expert_ids, order, order_stride, num_tokens, TOP_K: tl.constexpr
     return choice, tl.load(expert_ids + choice, mask=mask, other=-1).to(tl.int32)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["order_stride", "num_tokens", "num_blocks"])
 def _count_kernel(
     expert_ids, order, counts, order_stride, num_tokens, num_blocks, NUM_EXPERTS: tl.constexpr,
@@ -56,7 +56,7 @@ def _count_kernel(
         tl.store(counts + cell, count, mask=e < NUM_EXPERTS)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["limit", "num_cells", "num_rows"])
 def _scan_kernel(
     counts, device_limit, firsts, starts, kept_starts, offsets, totals, choices, limit, num_cells,
@@ -100,7 +100,7 @@ def _scan_kernel(
         tl.store(choices + row, tl.zeros([BLOCK_C], dtype=tl.int64), mask=row < num_rows)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["limit", "order_stride", "num_tokens", "num_blocks"])
 def _plan_kernel(
     expert_ids, order, firsts, starts, kept_starts, device_limit, choices, slots, kept, limit,

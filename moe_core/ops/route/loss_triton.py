@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
 from moe_core.ops.blocks import next_power_of_2
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 _GSHARD: tl.constexpr = tl.constexpr(KERNEL_LOSSES.index("gshard"))
 
@@ -41,7 +41,7 @@ def _variation_grad(values, mask, NUM_EXPERTS: tl.constexpr):
     return by_variance - by_mean
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def _loss_kernel(
     sums, total, num_tokens, value, LOSS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
@@ -63,7 +63,7 @@ def _loss_kernel(
     tl.store(value, loss)
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def _loss_backward_kernel(
     grad, sums, total, num_tokens, grad_sums, LOSS: tl.constexpr, NUM_EXPERTS: tl.constexpr,

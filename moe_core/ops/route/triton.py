@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
 from moe_core.ops.blocks import cdiv, next_power_of_2
-from moe_core.ops.launch import cached_launch
+from moe_core.ops.launch import recordable
 
 _TILE = 2048  # logits that a program handles, if it does not compute them
 _BLOCK_T = 32  # tokens of a program that computes logits
@@ -110,7 +110,7 @@ def _add_noise(logits, noise, cells, mask, NOISE_STD: tl.constexpr):
     return logits
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_kernel(
     x, weight, noise, inputs, logits, ids, gates, probs, block_sums, num_tokens, M: tl.constexpr,
@@ -215,7 +215,7 @@ def _grad_of_choice(
     return grad_logits
 
 
-@cached_launch
+@recordable
 @triton.jit(do_not_specialize=["num_tokens"])
 def route_backward_kernel(
     weight, logits, noise, ids, probs, grad_gates, grad_probs, grad_sums, grad_inputs, grad_logits,

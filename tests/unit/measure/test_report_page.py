@@ -67,25 +67,6 @@ def test_figures_are_the_whole_runs(make_run):
     assert found["top-5, last"] == "90.00%"
 
 
-@pytest.mark.parametrize(
-    ("forms", "shown"),
-    [
-        ({"a": "grouped, measured before", "b": "triton, x", "c": "grouped, y"}, (1, 2)),
-        ({"a": None, "b": ["grouped"], "c": "<b>grouped</b>"}, (0, 0)),  # of another program
-        ("grouped", None),
-        (None, None),  # on a CPU
-    ],
-)
-def test_measured_forms_are_counted(forms, shown, make_run):
-    run = make_run("run")
-    if forms is not None:
-        (run / "summary.json").write_text(json.dumps(SUMMARY | {"measured_forms": forms}))
-    expected = None
-    if shown is not None:
-        expected = "triton for {}, grouped for {}".format(*shown)
-    assert tiles(page_of(run)).get("experts' form, by shapes") == expected
-
-
 def test_top5_of_few_classes_is_left_out(make_run):
     page = page_of(make_run("run", top5=100.0))
     assert "top-1, last" in tiles(page)

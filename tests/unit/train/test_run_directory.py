@@ -13,7 +13,6 @@ from swinv2_moe.config import flatten, load_config, model_config
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import measure_model
-from swinv2_moe.train import run_report
 from swinv2_moe.train.evaluation import evaluate as measure
 from swinv2_moe.train.run import train
 
@@ -50,15 +49,6 @@ def test_metrics(run, read_metrics):
     assert epochs[-1]["val_top1"] == summary["val_top1"]
     assert max(line["val_top1"] for line in epochs) == summary["best_val_top1"]
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
-
-
-def test_a_summary_says_which_forms_were_measured(make_trainer, monkeypatch):
-    trainer = make_trainer()
-    size = measure_model(trainer.config.model, 10)
-    assert "measured_forms" not in run_report.summarize(trainer, size, None, 1.0)  # on a CPU
-    forms = {"moe_ffn of 64 rows": "triton, measured before"}
-    monkeypatch.setattr(run_report, "measured_forms", lambda: forms)
-    assert run_report.summarize(trainer, size, None, 1.0)["measured_forms"] == forms
 
 
 def test_summary(run):

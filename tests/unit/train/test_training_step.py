@@ -129,7 +129,7 @@ def triton_on_cpu(monkeypatch):
         "ffn.triton",
     ):
         for kernel in vars(backend.load(form)).values():
-            if isinstance(kernel, launch.CachedKernel):  # what was prepared for that GPU
+            if isinstance(kernel, launch.RecordableKernel):  # what was prepared for that GPU
                 kernel.kernel.device_caches.clear()
 
 
