@@ -1,6 +1,7 @@
 """`swinv2-moe`: its commands, their help, configurations by name, and words it does not know."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.commands import COMMANDS, main
+from swinv2_moe.commands import COMMANDS, LEFT, main
 from swinv2_moe.commands.call import command_line
 from swinv2_moe.commands.options import split_pairs
 from swinv2_moe.config import load_config
@@ -95,6 +96,15 @@ def test_an_unknown_command(swinv2_moe):
     status, _, err = swinv2_moe("evalute")
     assert (status, err) == (2, "error: 'evalute' is not a command; did you mean 'evaluate'?\n")
     assert "`swinv2-moe --help` lists them" in swinv2_moe("xyz")[2]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_command_that_left(name, swinv2_moe):
+    status, _, err = swinv2_moe(name, "--output", "x")
+    assert (status, err) == (2, f"error: {name!r} has left: {LEFT[name]}\n")
+    assert not {name} & COMMANDS.keys()
+    for page in re.findall(r"docs/[\w/.-]+", LEFT[name]):
+        assert (ROOT / page).is_file()
 
 
 def test_a_script_and_the_module_run_the_same_command():

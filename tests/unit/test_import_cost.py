@@ -132,7 +132,6 @@ CFG = ["--cfg", "quickstart_digits"]
         (["train", *CFG], ["MODEL.MOE.ROUTER", "cosin"], "did you mean cosine?"),
         (["train", *CFG], ["MODEL.TYPE", "swin"], "MODEL.TYPE is 'swin'"),
         (["throughput", *CFG, "--output", "none"], CONTRADICTION, "MODEL.MOE.TOP_K is 9"),
-        (["roofline", *CFG, "--output", "none"], CONTRADICTION, "MODEL.MOE.TOP_K is 9"),
         (
             ["plan-cluster", *CFG, "--nodes", "1", "--gpus-per-node", "8"],
             CONTRADICTION,
