@@ -14,7 +14,7 @@ from swinv2_moe.config.load import comment, config_names, find_config
 from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console
 
-# Not experiments: recipes that other configurations start from, and plans of `swinv2-moe sweep`
+# Not experiments: recipes that other configurations start from, and plans of examples/sweep.py
 _PARTS = ("ablations/", "detection/_base_/")
 _TOP_1 = re.compile(r"Accuracy.*?(?:top-1 (\d+\.\d+)|(\d+\.\d+)% top-1)")
 

@@ -91,11 +91,8 @@ def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
     return 1
 
 
-def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
+def read_run(directory: Path) -> RunRecord:
     """Read the run in `directory`.
-
-    Args:
-        needs_steps: False: an epoch without a logged step is enough.
 
     Raises:
         NotBegunError: the run has not logged a step yet.
@@ -106,7 +103,7 @@ def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
     entries, num_lines = _read_entries(directory)
     steps = [entry for entry in entries if "loss" in entry]
     epochs = [entry for entry in entries if "val_top1" in entry]
-    if not steps and (needs_steps or not epochs):
+    if not steps:
         raise NotBegunError(
             f"{directory}: metrics.jsonl has no logged step (of {num_lines} lines); has the run"
             " begun?"

@@ -42,7 +42,7 @@ NOT_RUN = {
     r"deployed_int8": "refuses a model of two steps, whose logits are near 0",
     r"RELEASED.pth|swin-moe released": "needs published weights",
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
-    r"^swinv2-moe sweep": "trains for an hour; tests/integration/test_sweep_command.py runs it",
+    r"^python examples/sweep.py": "trains for an hour; test_sweep_example.py runs it",
     r"cifar10|imagenet22k|data/imagenet\b": "needs a data set",
     r"profile machine.json": "needs the measurements of a cluster",
     r"\b(VERB|RUN|PICTURE|CHECKPOINT|NAME)\b|\.\.\.|^swinv2-moe train --check-files$": "a pattern",
@@ -171,7 +171,7 @@ def test_reasons_are_needed_and_most_commands_run():
 def test_the_tutorial_names_every_command():
     text = "\n".join(lines(ROOT / "docs" / "tutorial" / "first-model.md"))
     # elsewhere, or part of others
-    absent = "quickstart convert-checkpoint plan-cluster detect sweep compress"
+    absent = "quickstart convert-checkpoint plan-cluster detect compress"
     tools = {tool.stem.replace("_", "-") for tool in (ROOT / "tools").glob("*.py")}
     assert tools - set(absent.split()) <= set(re.findall(r"swinv2-moe ([\w-]+)", text))
 
