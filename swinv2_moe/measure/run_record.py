@@ -36,7 +36,6 @@ class RunRecord:
     damaged_lines: int  # in metrics.jsonl; a run that was killed may leave one
     # `step` and `strategy`: decisions or timings of a tuner
     strategies: Sequence[dict] = ()
-    telemetry: Sequence[dict] = ()  # the use of the machines by phase, after each epoch
 
     @property
     def layers(self) -> list[str]:
@@ -121,7 +120,6 @@ def read_run(directory: Path) -> RunRecord:
         read_summary(directory / "summary.json"),
         num_lines - len(entries),
         [entry for entry in entries if "strategy" in entry],
-        [entry for entry in entries if "telemetry" in entry],
     )
 
 
