@@ -73,6 +73,11 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
         train.main()
 
 
+def test_an_option_that_left(monkeypatch):
+    with pytest.raises(UserError, match="--bind has left: `torchrun --numa-binding node`"):
+        parse("train", "--data", "pictures", "--bind", "none", monkeypatch=monkeypatch)
+
+
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "swinv2_moe", "train"])
     assert next_line("few-shot", Path("a b")) == "python3 -m swinv2_moe few-shot 'a b'"
