@@ -74,8 +74,9 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
 
 
 def test_an_option_that_left(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--data", "pictures", "--bind", "none"])
     with pytest.raises(UserError, match="--bind has left: `torchrun --numa-binding node`"):
-        parse("train", "--data", "pictures", "--bind", "none", monkeypatch=monkeypatch)
+        import_module("swinv2_moe.commands.train").main()
 
 
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):
