@@ -38,7 +38,6 @@ COMMANDS = {  # the help of each command
     "throughput": "images/s of a configuration, beside the dense model",
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
     "quickstart": "digits, with experts and dense, in 3 minutes",
-    "configs": "the configurations that --cfg knows by name",
     "config": "keys of the configuration, with defaults and allowed values",
     "make-shards": "shards of a dataset, and their index",
     "stage": "copy shards to a local disk",
@@ -49,6 +48,7 @@ COMMANDS = {  # the help of each command
 }
 # Commands that left, and what does their work.
 LEFT = {
+    "configs": "docs/reference/models.md lists the configurations",
     "sweep": "examples/sweep.py takes its plans: docs/how-to/evaluate.md",
     "workflow": "it only called other commands: docs/tutorial/first-model.md",
     "roofline": "torch.profiler and torch.utils.flop_counter do it: docs/how-to/evaluate.md",
