@@ -28,10 +28,6 @@ KNOWN = {
     # Whether a backward pass runs. Forward passes that recompute activations there are not counted
     # again, whoever recomputes them.
     "torch._C._current_graph_task_id",
-    # Which operator an operator of the backward pass differentiates: a dispatch mode has no other
-    # way to know. The roofline alone uses them.
-    "torch._C._current_autograd_node",
-    "torch.autograd._get_sequence_nr",
     # torch.optim and clip_grads_with_norm_ are made of it; a loop would launch a kernel for every
     # parameter.
     "torch._foreach_mul_",

@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -46,6 +48,14 @@ def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callabl
         return Finished(status, *capsys.readouterr())
 
     return run
+
+
+def example(name: str) -> ModuleType:
+    """The module examples/<name>.py."""
+    spec = spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_one_line(finished: Finished, says: str) -> None:

@@ -36,11 +36,8 @@ COMMANDS = {  # the help of each command
     "convert-checkpoint": "inspect, import or export weights",
     "detect": "train, test and show detectors",
     "throughput": "images/s of a configuration, beside the dense model",
-    "roofline": "phases of a step beside the machine's peaks",
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
-    "sweep": "train variants with several seeds, and compare them",
     "quickstart": "digits, with experts and dense, in 3 minutes",
-    "configs": "the configurations that --cfg knows by name",
     "config": "keys of the configuration, with defaults and allowed values",
     "make-shards": "shards of a dataset, and their index",
     "stage": "copy shards to a local disk",
@@ -48,6 +45,13 @@ COMMANDS = {  # the help of each command
     "make-shapes": "generate a dataset for detection",
     "prepare-coco": "lay out and check COCO",
     "prepare-imagenet": "unpack and check ImageNet",
+}
+# Commands that left, and what does their work.
+LEFT = {
+    "configs": "docs/reference/models.md lists the configurations",
+    "sweep": "examples/sweep.py takes its plans: docs/how-to/evaluate.md",
+    "workflow": "it only called other commands: docs/tutorial/first-model.md",
+    "roofline": "torch.profiler and torch.utils.flop_counter do it: docs/how-to/evaluate.md",
 }
 # Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
 # that start other commands leave the choice to them.
@@ -95,10 +99,12 @@ def main() -> None:
     name = words[0].replace("_", "-")
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = "; `swinv2-moe --help` lists them"
-        if nearest:
-            hint = f"; did you mean {nearest[0]!r}?"
-        print_lines(f"error: {words[0]!r} is not a command{hint}", file=sys.stderr)
+        problem = "is not a command; `swinv2-moe --help` lists them"
+        if name in LEFT:
+            problem = f"has left: {LEFT[name]}"
+        elif nearest:
+            problem = f"is not a command; did you mean {nearest[0]!r}?"
+        print_lines(f"error: {words[0]!r} {problem}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"swinv2-moe {name}"] + words[1:]
     run(name)

@@ -138,14 +138,12 @@ def resume_command(
     data: str | None = None,
     output: str | None = None,
     opts: Sequence[str] = (),
-    bind: str = "auto",
 ) -> str:
     """The command line that continues a training, with this process's launcher and --import files.
 
     Args:
         cfg, data, output, opts: arguments of the training; `cfg` None: the run directory `output`
             holds all of them.
-        bind: value of --bind.
     """
     words = command_line("train", _launcher()) + import_arguments()
     if cfg is None:
@@ -157,8 +155,6 @@ def resume_command(
         if output:
             words += ["--output", output]
         words += ["--resume", "auto"]
-    if bind != "auto":
-        words += ["--bind", bind]
     if opts:
         words += ["--opts"] + list(opts)
     return shlex.join(words)

@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
         command.add_argument(
             "config",
             metavar="CONFIG",
-            help="a name of `swinv2-moe configs` below detection/, or your own file",
+            help="a name of this project below detection/, or your own file",
         )
         add_opts_argument(command, help="any keys of the configuration", joined=True)
     for command in (test, show, export):

@@ -25,7 +25,7 @@ _REGISTERED = (  # keys whose allowed values --import can extend
     "MODEL.MOE.AUX_LOSS",
     "MODEL.MOE.ACTIVATION",
 )
-_CONFIG_HELP = "a name that `swinv2-moe configs` lists, or your own YAML file"
+_CONFIG_HELP = "a configuration of this project, such as imagenette_96, or your own YAML file"
 
 
 class CommandParser(argparse.ArgumentParser):

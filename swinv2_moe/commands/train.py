@@ -113,12 +113,7 @@ def main() -> None:
         metavar="auto|DIR",
         help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
     )
-    parser.add_argument(
-        "--bind",
-        default="auto",
-        metavar="auto|none",
-        help="auto: bind each rank and its data workers to the NUMA node of its GPU (default)",
-    )
+    parser.add_argument("--bind", help=argparse.SUPPRESS)  # has left
     parser.add_argument(
         "--check-files",
         action="store_true",
@@ -127,6 +122,8 @@ def main() -> None:
         " epoch, twice",
     )
     args = parser.parse_args()
+    if args.bind:
+        raise UserError("--bind has left: `torchrun --numa-binding node` binds ranks to NUMA nodes")
     choice = None
     if args.run:
         continue_run(args)
@@ -141,10 +138,10 @@ def main() -> None:
     largest = None
     if choice is None:
         config = config_from(args)
-        continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
+        continuation = resume_command(args.cfg, args.data, args.output, args.opts)
     else:
         config, largest = choice.config, choice.largest_batch
-        continuation = resume_command(None, output=config.OUTPUT, bind=args.bind)
+        continuation = resume_command(None, output=config.OUTPUT)
         if is_main:
             print_lines(*choice.lines, flush=True)
     check_training(config, args.resume)
@@ -155,8 +152,7 @@ def main() -> None:
     from swinv2_moe.train.run import train
 
     began = psutil.Process().create_time()
-    check_files = args.check_files
-    summary = train(config, args.resume, continuation, args.bind, began, check_files, largest)
+    summary = train(config, args.resume, continuation, began, args.check_files, largest)
     if is_main and summary:
         output = Path(config.OUTPUT)
         print_lines(

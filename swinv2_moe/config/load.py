@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 # package a folder.
 DIRECTORY = Path(__file__).parents[1] / "configs"
 _SUFFIXES = (".yaml", ".py")  # .py: mmdetection's
+_NAMES = f"names are those of the files in {DIRECTORY}"
 _GIVEN = "__given__"
 # Words of other programs, or parts of several keys.
 _OTHER_WORDS = {
@@ -76,7 +77,7 @@ def load_config(
     if file is not None:
         values = _Files().values(find_config(file))
         if not values:
-            raise UserError(f"config {file}: has no keys; `swinv2-moe configs` lists examples")
+            raise UserError(f"config {file}: has no keys; {DIRECTORY} has examples")
     from_opts = values_of(opts)
     given = values | from_opts
     config = default_config()
@@ -169,7 +170,7 @@ def find_config(name: str | Path) -> Path:
         kind = "is a directory"
         if not str(name):
             kind = "is empty"
-        raise UserError(f"--cfg {str(name)!r}: {kind}; `swinv2-moe configs` lists the names")
+        raise UserError(f"--cfg {str(name)!r}: {kind}; {_NAMES}")
     if path.exists():
         return path
     below = path
@@ -187,7 +188,7 @@ def find_config(name: str | Path) -> Path:
         return names[same[0]]
     if same:
         raise UserError(f"--cfg {name}: there are several: {', '.join(same)}")
-    hint = "`swinv2-moe configs` lists the names"
+    hint = _NAMES
     nearest = difflib.get_close_matches(str(name), names, n=1)
     if nearest:
         hint = f"did you mean {nearest[0]!r}?"
@@ -201,16 +202,6 @@ def config_names() -> dict[str, Path]:
         for path in DIRECTORY.rglob(f"*{suffix}"):
             files[str(path.relative_to(DIRECTORY).with_suffix(""))] = path
     return dict(sorted(files.items()))
-
-
-def comment(path: Path) -> list[str]:
-    """The lines of the comment that a configuration file begins with."""
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").removeprefix(" "))
-    return lines
 
 
 def as_opts(values: Mapping[str, object]) -> list[str]:

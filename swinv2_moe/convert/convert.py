@@ -6,7 +6,7 @@ Everything is checked before a file is written.
 import json
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from swinv2_moe.convert.files import (
     write_files,
 )
 from swinv2_moe.convert.hub import export_hub, timm_preprocessing
-from swinv2_moe.convert.model_card import PATH_KEYS, last_part
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import model_class
@@ -48,6 +47,31 @@ from swinv2_moe.train.checkpoint import (
     read_weights_of,
     write_weights,
 )
+
+# Keys whose values may be paths of the machine of the training.
+_PATH_KEYS = (
+    "OUTPUT",
+    "DATA.PATH",
+    "DATA.TRAIN_LIST",
+    "DATA.VAL_LIST",
+    "DATA.STAGE",
+    "MODEL.PRETRAINED",
+    "MODEL.CLASS_MAP",
+    "TRAIN.DISTILL.TEACHER",
+    "TRAIN.DISTILL.CACHE",
+)
+_HUBS = ("timm:", "hf-hub:", "bundled:")
+
+
+def _last_part(key: str, value: str) -> str:
+    """The last part of the path in a key of _PATH_KEYS. Names of models stay as they are; of
+    `timm:NAME@FILE` NAME stays."""
+    if key in ("MODEL.PRETRAINED", "TRAIN.DISTILL.TEACHER") and value.startswith(_HUBS):
+        name, at, file = value.partition("@")
+        if value.startswith("timm:"):
+            file = PurePath(file).name
+        return f"{name}{at}{file}"
+    return PurePath(value).name
 
 
 def _as_bfloat16(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -199,7 +223,7 @@ def _without_paths(config: CfgNode) -> CfgNode:
     """The configuration with the last part of each path of this machine."""
     values = flatten(config)
     config = config.clone()
-    merge_opts(config, as_opts({key: last_part(key, values[key]) for key in PATH_KEYS}))
+    merge_opts(config, as_opts({key: _last_part(key, values[key]) for key in _PATH_KEYS}))
     return config
 
 

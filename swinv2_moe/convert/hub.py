@@ -9,18 +9,22 @@ from typing import Any
 
 import timm
 import torch
+from huggingface_hub import ModelCardData
 from timm.models import save_for_hf
 from torch import nn
 
 from moe_core.files import fsync, publish_directory
 from swinv2_moe.config import as_opts, config_from_text, data_config, model_config
 from swinv2_moe.convert.files import check_new
-from swinv2_moe.convert.model_card import model_card
+from swinv2_moe.convert.summary import describe_model
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
+from swinv2_moe.models.build import model_class
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.train.checkpoint import (
+    Checkpoint,
     check_network,
     count_classes,
     open_newest,
@@ -29,6 +33,27 @@ from swinv2_moe.train.checkpoint import (
 
 # Keys about the machine of the training, with the values that are exported instead.
 _NOT_THE_MODELS = {"MODEL.MOE.KERNELS": "auto"}
+_CARD = """\
+---
+{front_matter}
+# license: name the licence of the weights here, for example apache-2.0
+---
+# {type}, {classes:,} classes
+
+{model}; {parameters:,.2f}M parameters, {macs:,.1f}M MACs for an image of {size} x {size} pixels.
+Data set: {data_set} ({classes:,} classes); name the images here. Accuracy: {accuracy}.
+
+```python
+import timm
+
+import {module}  # registers the model with timm
+
+model = timm.create_model("local-dir:DIRECTORY", pretrained=True).eval()
+# after `hf upload OWNER/NAME DIRECTORY`: timm.create_model("hf-hub:OWNER/NAME", pretrained=True)
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+class_names = model.pretrained_cfg.get("label_names")
+```
+"""
 
 
 def export_hub(checkpoint: Path, output: Path) -> None:
@@ -58,7 +83,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     load_strict(model, read_weights_of(source, model), name)
     labels = {"label_names": source.meta["class_names"]}
     data = data_config(config)
-    card = model_card(source, config, num_classes, measure_model(section, num_classes))
+    card = _card(source, section, data.dataset, num_classes)
     with new_directory(output) as directory, writing(output):
         save_for_hf(
             model,
@@ -68,11 +93,37 @@ def export_hub(checkpoint: Path, output: Path) -> None:
             safe_serialization=True,
             data_config=timm_preprocessing(data),
         )
-        (directory / "README.md").write_text(card)
+        (directory / "README.md").write_text(card)  # `hf upload` sends it, too
         _check_weights(model, directory)
         for file in directory.iterdir():
             fsync(file)
         publish_directory(directory, output)
+
+
+def _card(source: Checkpoint, model: ModelConfig, data_set: str, num_classes: int) -> str:
+    """The model card, without paths of the training's machine."""
+    module = model_class(model.type).__module__
+    if module.startswith("swinv2_moe.models."):
+        module = "swinv2_moe"
+    training = source.meta["training"] or {}
+    accuracy = "not measured with these weights"
+    if training.get("last_top1") and training.get("validated_step") == source.meta["step"]:
+        accuracy = f"top-1 {training['last_top1']:.2f}% of the validation images"
+    size = measure_model(model, num_classes)
+    tags = ["image-classification", "timm", "mixture-of-experts"]
+    about = ModelCardData(library_name="timm", pipeline_tag="image-classification", tags=tags)
+    return _CARD.format(
+        front_matter=about.to_yaml(),
+        type=model.type,
+        classes=num_classes,
+        model=describe_model(model),
+        parameters=size.parameters / 1e6,
+        macs=size.macs / 1e6,
+        size=model.img_size,
+        data_set=data_set,
+        accuracy=accuracy,
+        module=module,
+    )
 
 
 def timm_preprocessing(config: DataConfig) -> dict[str, object]:

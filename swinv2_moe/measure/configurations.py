@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SWITCH = ("off", "on")
 
 # Settings that make a training step repeatable: one batch, and a learning rate of 0.
-REPEATABLE = {
+_REPEATABLE = {
     "AUG.MIXUP": 0,
     "AUG.CUTMIX": 0,
     "TRAIN.ACCUMULATION_STEPS": 1,
@@ -33,10 +33,9 @@ REPEATABLE = {
     "TRAIN.WARMUP_LR": 0,
     "TRAIN.MIN_LR": 0,
 }
-# A model for which no weights are loaded, and one for which no images are loaded either.
-_NO_WEIGHTS = {"MODEL.CLASS_MAP": "", "MODEL.UPCYCLE": ""}
-NOTHING_LOADED = {"DATA.DATASET": "digits"} | _NO_WEIGHTS
-_SPEED_ALONE = REPEATABLE | NOTHING_LOADED | {"DATA.GLOBAL_BATCH_SIZE": 0}
+# A model for which neither weights nor images are loaded.
+NOTHING_LOADED = {"DATA.DATASET": "digits", "MODEL.CLASS_MAP": "", "MODEL.UPCYCLE": ""}
+_SPEED_ALONE = _REPEATABLE | NOTHING_LOADED | {"DATA.GLOBAL_BATCH_SIZE": 0}
 _DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
 _CAPACITY_FACTOR = {
     "inference": "MODEL.MOE.EVAL_CAPACITY_FACTOR",
@@ -169,34 +168,3 @@ def check_opts(
         if key in decided and value != measured[key]:
             reason = why.get(key, f"what is measured has {measured[key]!r}")
             raise UserError(f"--opts {key} is {value!r}, but {reason}")
-
-
-def repeatable_step(
-    file: str | Path, opts: Sequence[str], data: str | None, batch_size: int | None
-) -> CfgNode:
-    """The checked configuration of a repeatable step, whose phases can be told apart. This process
-    reads the data.
-
-    Raises:
-        UserError: as `load_config`; also for COMPILE and TRAIN.SHARD_TRUNK, whose operators cannot
-            be divided into phases, and for `opts` that have no effect on the measurement.
-    """
-    keys = {"DATA.NUM_WORKERS": 0} | _NO_WEIGHTS | REPEATABLE
-    if batch_size is not None:
-        if batch_size < 1:
-            raise UserError(f"--batch-size is {batch_size}, it must be at least 1")
-        keys |= {"DATA.BATCH_SIZE": batch_size, "DATA.GLOBAL_BATCH_SIZE": 0}
-    config = load_config(file, [*opts, *as_opts(keys)], data=data)
-    check_opts(
-        opts,
-        config,
-        keys,
-        dict.fromkeys(("DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"), "--batch-size decides"),
-    )
-    values = flatten(config)
-    for name in ("COMPILE", "TRAIN.SHARD_TRUNK"):
-        if values[name]:
-            raise UserError(
-                f"{name} is True: the phases of such a step cannot be told apart; set it to false"
-            )
-    return config

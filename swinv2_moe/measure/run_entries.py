@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 NUMBER = int | float
-_NO_NUMBERS = ("environment", "moe_layers", "strategy", "telemetry")
+_NO_NUMBERS = ("environment", "moe_layers", "strategy")
 _LIMIT = 2**63  # larger than any number that a run logs
 # Required keys and types of a line of metrics.jsonl, by the key that identifies its kind.
 _LINES: dict[str, dict] = {
@@ -14,7 +14,6 @@ _LINES: dict[str, dict] = {
     "moe_layers": {"moe_layers": dict, "moe/dropped_share": NUMBER, "moe/load_max": NUMBER},
     "val_top1": {"epoch": int, "val_top1": NUMBER, "val_top5": NUMBER, "seconds": NUMBER},
     "strategy": {"strategy": dict},
-    "telemetry": {"epoch": int, "telemetry": dict},
 }
 _STRATEGY = {
     "event": str,
@@ -66,13 +65,8 @@ def _is_entry(entry: Any) -> bool:
         and all(fits(entry, types) for types in kinds)
         and all(_is_a(value, NUMBER | None) for value in numbers)
         and all(_is_load(layer) for layer in entry.get("moe_layers", {}).values())
-        and all(_is_phase(phase) for phase in entry.get("telemetry", {}).values())
         and ("strategy" not in entry or fits(entry["strategy"], _STRATEGY))
     )
-
-
-def _is_phase(values: Any) -> bool:
-    return fits(values, {"seconds": NUMBER}) and all(_is_a(v, NUMBER) for v in values.values())
 
 
 def _is_load(layer: Any) -> bool:

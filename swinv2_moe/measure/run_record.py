@@ -36,7 +36,6 @@ class RunRecord:
     damaged_lines: int  # in metrics.jsonl; a run that was killed may leave one
     # `step` and `strategy`: decisions or timings of a tuner
     strategies: Sequence[dict] = ()
-    telemetry: Sequence[dict] = ()  # the use of the machines by phase, after each epoch
 
     @property
     def layers(self) -> list[str]:
@@ -91,11 +90,8 @@ def _distinguishing_depth(paths: Sequence[tuple[str, ...]]) -> int:
     return 1
 
 
-def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
+def read_run(directory: Path) -> RunRecord:
     """Read the run in `directory`.
-
-    Args:
-        needs_steps: False: an epoch without a logged step is enough.
 
     Raises:
         NotBegunError: the run has not logged a step yet.
@@ -106,7 +102,7 @@ def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
     entries, num_lines = _read_entries(directory)
     steps = [entry for entry in entries if "loss" in entry]
     epochs = [entry for entry in entries if "val_top1" in entry]
-    if not steps and (needs_steps or not epochs):
+    if not steps:
         raise NotBegunError(
             f"{directory}: metrics.jsonl has no logged step (of {num_lines} lines); has the run"
             " begun?"
@@ -124,7 +120,6 @@ def read_run(directory: Path, needs_steps: bool = True) -> RunRecord:
         read_summary(directory / "summary.json"),
         num_lines - len(entries),
         [entry for entry in entries if "strategy" in entry],
-        [entry for entry in entries if "telemetry" in entry],
     )
 
 

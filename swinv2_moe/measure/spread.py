@@ -38,12 +38,6 @@ def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
     return [t / b for t, b in zip(times, base, strict=True)]
 
 
-def summed(parts: Sequence[Times]) -> Times:
-    """The sum of several alternatives' times in each round. Raises what `ratios` raises."""
-    _common_run(*parts)
-    return Times(map(sum, zip(*parts, strict=True)), parts[0].run)
-
-
 def _common_run(*many: Sequence[float]) -> None:
     """Raise ValueError unless all times are from one call of `interleaved`.
 

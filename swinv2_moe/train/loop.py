@@ -18,6 +18,7 @@ from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import Stopped, StopSignal, World
+from swinv2_moe.train.energy import GpuEnergy, total
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.initial import read_upcycled
@@ -35,7 +36,6 @@ from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
-from swinv2_moe.train.telemetry import Telemetry, combine, energy, open_machine
 
 
 class Trainer:
@@ -96,8 +96,8 @@ class Trainer:
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
         self.phases = phases
-        self.telemetry = Telemetry(phases, open_machine(world.device))
-        self.joules: float | None = None  # energy of all parts of the run; None: not known
+        self.energy = GpuEnergy(world.device)
+        self.joules: float | None = None  # of the GPUs in all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
         self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
@@ -127,7 +127,7 @@ class Trainer:
         if not self.config.train.compile:
             settle_buckets(self.step.wrapped, self.step.model, self.world)
         try:
-            with self.telemetry, prepared(frozen_moe(self.step.model)):
+            with prepared(frozen_moe(self.step.model)):
                 while not self.progress.finished:
                     self._train_and_validate(recorder, saver)
         except Stopped as stopped:
@@ -182,7 +182,7 @@ class Trainer:
             recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1, accuracy.score(progress.best_by))
-        self._record_telemetry(recorder, epoch)
+        self.joules = total([self.joules, *self.world.gather(self.energy.take())])
         self._record_epoch(recorder, epoch, train_loss, accuracy, self._epoch_seconds())
         progress.epoch_seconds = 0.0
         self.epoch_started = time.perf_counter()
@@ -342,14 +342,6 @@ class Trainer:
             f"  val loss {accuracy.loss:.4f}  top-1 {accuracy.top1:.2f}%"
             f"{balanced}  best {self.progress.best_top1:.2f}%  {seconds:.1f} s"
         )
-
-    def _record_telemetry(self, recorder: Recorder, epoch: int) -> None:
-        machines = self.world.gather(self.telemetry.take())
-        table = combine(machines)
-        joules = energy(table)
-        if joules is not None:
-            self.joules = (self.joules or 0.0) + joules
-        recorder.telemetry(table, epoch, self.progress.step)
 
     # State on disk
 

@@ -178,16 +178,6 @@ class Recorder:
         self._track("scalars", tagged("epoch", values), step)
 
     @_records
-    def telemetry(self, table: dict[str, dict], epoch: int, step: int) -> None:
-        """Record the use of the machines in each phase since the last call. `table` is a result of
-        `combine`."""
-        self._write({"step": step, "epoch": epoch, "telemetry": table})
-        scalars: dict[str, float] = {}
-        for phase, values in table.items():
-            scalars |= tagged(f"telemetry_{phase}", values)
-        self._track("scalars", scalars, step)
-
-    @_records
     def strategies(self, events: list[dict], step: int) -> None:
         """Write one line for each decision or timing of the tuners up to `step` (tuning.py)."""
         for event in events:

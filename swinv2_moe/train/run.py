@@ -29,7 +29,6 @@ from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.optim import without_slow_amp
-from swinv2_moe.train.placement import bound_to_node, placement_line
 from swinv2_moe.train.progress import PhaseTimes
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run_lock import only_run
@@ -53,7 +52,6 @@ def train(
     config: CfgNode,
     resume: str | None = None,
     resume_command: str = 'train(config, resume="auto")',
-    bind: str = "auto",
     began: float | None = None,
     check_images: bool = False,
     largest_batch: int | None = None,
@@ -65,7 +63,6 @@ def train(
     Args:
         resume: the state to continue from: "auto", a run or a checkpoint. None starts a new run.
         resume_command: the command that continues a stopped run, for a message to the user.
-        bind: "auto" binds each rank to the NUMA node of its GPU, "none" does not.
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
         largest_batch: a new run tries batches up to this, as `settle` says; None: it does not.
@@ -86,8 +83,6 @@ def train(
         world.named_errors("a collective"),
         ExitStack() as stack,
     ):
-        # before data workers start, because they inherit the CPUs
-        placement = stack.enter_context(bound_to_node(bind, world.device))
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
         world.on_every_rank(lambda: _check_packages(run.event_log, run.tracker, world))
@@ -110,7 +105,7 @@ def train(
             trainer.resume(source)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
-        lines = [*headline(trainer, size, source), *_notes(trainer, placement), *settled]
+        lines = [*headline(trainer, size, source), *_notes(trainer), *settled]
         # all ranks get here at about the same time: they have just exchanged versions
         stack.enter_context(trainer.stop)
         recorder = _open_recorder(root, trainer, lines, stack)
@@ -250,17 +245,9 @@ def _note_on_groups(trainer: Trainer) -> list[str]:
     ]
 
 
-def _notes(trainer: Trainer, placement: str) -> list[str]:
-    """Lines of the log after the headline. All ranks call this.
-
-    Args:
-        placement: where this rank runs, as `bound_to_node` says.
-    """
-    lines = []
-    placements = trainer.world.gather(placement)
-    if any(placements):
-        lines.append(placement_line(placements))
-    lines += [f"imported {file}" for file in imported_files()]
+def _notes(trainer: Trainer) -> list[str]:
+    """Lines of the log after the headline. All ranks call this."""
+    lines = [f"imported {file}" for file in imported_files()]
     lines += [*_note_on_groups(trainer), *trainer.data.notes]
     config, rate = trainer.config, trainer.step.learning_rate
     warnings = start_warnings(config.train, config.data, trainer.data, rate)

@@ -10,7 +10,6 @@ from gloo_processes import Outcome, Processes, run_script
 from PIL import Image
 from tool_cases import Finished, command, words
 
-from swinv2_moe.commands.sweep import Jobs
 from swinv2_moe.config import load_config
 from swinv2_moe.train.meta import read_meta
 from swinv2_moe.train.run import train
@@ -54,20 +53,6 @@ def start_ranks(tmp_path_factory) -> Callable[..., list[Outcome]]:
         return Processes(size, tmp_path_factory.mktemp("printed"), function).wait(280)
 
     return run
-
-
-@pytest.fixture
-def quick_jobs(tmp_path_factory, monkeypatch) -> None:
-    """The commands that `Jobs` starts run in processes that have imported torch already."""
-
-    def run(jobs: Jobs, log: Path, name: str, *arguments: object) -> None:
-        script = f"tools/{name.replace('-', '_')}.py"
-        function = partial(run_script, script, list(map(str, arguments)))
-        (ended,) = Processes(1, tmp_path_factory.mktemp("printed"), function).wait(280)
-        log.write_text(ended.out + ended.err)
-        assert ended.status == 0, ended
-
-    monkeypatch.setattr(Jobs, "run", run)
 
 
 @pytest.fixture(scope="session")

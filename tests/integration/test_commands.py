@@ -1,6 +1,7 @@
 """`swinv2-moe`: its commands, their help, configurations by name, and words it does not know."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.commands import COMMANDS, main
+from swinv2_moe.commands import COMMANDS, LEFT, main
 from swinv2_moe.commands.call import command_line
 from swinv2_moe.commands.options import split_pairs
 from swinv2_moe.config import load_config
-from swinv2_moe.config.load import comment, config_names, find_config
+from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def test_every_module_is_a_command_and_every_command_has_its_script():
     scripts = {
         path.stem: path for folder in ("tools", "data") for path in ROOT.glob(f"{folder}/*.py")
     }
-    assert modules - scripts.keys() == {"config", "configs"}
+    assert modules - scripts.keys() == {"config"}
     for name in scripts.keys() & modules:
         assert f'run("{name.replace("_", "-")}")' in scripts[name].read_text()
 
@@ -95,6 +96,15 @@ def test_an_unknown_command(swinv2_moe):
     status, _, err = swinv2_moe("evalute")
     assert (status, err) == (2, "error: 'evalute' is not a command; did you mean 'evaluate'?\n")
     assert "`swinv2-moe --help` lists them" in swinv2_moe("xyz")[2]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_command_that_left(name, swinv2_moe):
+    status, _, err = swinv2_moe(name, "--output", "x")
+    assert (status, err) == (2, f"error: {name!r} has left: {LEFT[name]}\n")
+    assert not {name} & COMMANDS.keys()
+    for page in re.findall(r"docs/[\w/.-]+", LEFT[name]):
+        assert (ROOT / page).is_file()
 
 
 def test_a_script_and_the_module_run_the_same_command():
@@ -130,24 +140,6 @@ def test_names_that_mean_no_configuration(tmp_path, monkeypatch):
         find_config("recipe")
     with pytest.raises(UserError, match=r"mine.yaml"):
         load_config("mine.yaml")
-
-
-def test_the_list_of_configurations(swinv2_moe):
-    status, out, err = swinv2_moe("configs")
-    assert (status, err) == (0, "")
-    heading, *lines = out.splitlines()
-    assert heading.split()[0] == "top-1"
-    names = [line.split()[0] for line in lines]
-    assert "quickstart_digits" in names
-    assert "detection/shapes/mask_rcnn" in names
-    assert not [name for name in names if name.endswith("recipe")]
-    assert set(names) <= set(config_names())
-    for line in lines:
-        assert len(line.split(maxsplit=1)) == 2  # each says what it is
-    assert [line for line in lines if line.split()[:2] == ["tiny_imagenet/dense", "11.55"]]
-    status, out, _ = swinv2_moe("configs", "quickstart_digits")
-    assert "swinv2-moe train --cfg quickstart_digits" in out
-    assert comment(find_config("quickstart_digits"))[-1].strip() in out
 
 
 def test_a_command_is_named_in_one_way(monkeypatch):

@@ -42,7 +42,7 @@ NOT_RUN = {
     r"deployed_int8": "refuses a model of two steps, whose logits are near 0",
     r"RELEASED.pth|swin-moe released": "needs published weights",
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
-    r"^swinv2-moe sweep": "trains for an hour; tests/integration/test_sweep_command.py runs it",
+    r"^python examples/sweep.py": "trains for an hour; test_sweep_example.py runs it",
     r"cifar10|imagenet22k|data/imagenet\b": "needs a data set",
     r"profile machine.json": "needs the measurements of a cluster",
     r"\b(VERB|RUN|PICTURE|CHECKPOINT|NAME)\b|\.\.\.|^swinv2-moe train --check-files$": "a pattern",
@@ -78,7 +78,7 @@ PREPARED = ("mine", "dense", "pretrained")
 MADE = {
     "first-model.md": "first/report.html mine_beside_dense.html routing/routing.png"
     " accuracy.json predictions.csv annotated/000.jpg capacity.png speed/throughput.png"
-    " roofline/roofline.png deployed/model.onnx"
+    " deployed/model.onnx"
 }
 
 
@@ -171,7 +171,7 @@ def test_reasons_are_needed_and_most_commands_run():
 def test_the_tutorial_names_every_command():
     text = "\n".join(lines(ROOT / "docs" / "tutorial" / "first-model.md"))
     # elsewhere, or part of others
-    absent = "quickstart convert-checkpoint plan-cluster detect sweep compress"
+    absent = "quickstart convert-checkpoint plan-cluster detect compress"
     tools = {tool.stem.replace("_", "-") for tool in (ROOT / "tools").glob("*.py")}
     assert tools - set(absent.split()) <= set(re.findall(r"swinv2-moe ([\w-]+)", text))
 
@@ -270,7 +270,7 @@ def shortened(line: str) -> str:
         line += " --opts train_cfg.max_epochs=1 train_dataloader.num_workers=0"
     if "--index shards" in line:  # of tars that another program has made
         line = f"rm -f shards/index.json shards/plan.json\n{line}"
-    if verb and verb[1] in ("throughput", "roofline"):
+    if verb and verb[1] == "throughput":
         line += " --rounds 1"
     if "language_model.py" in line:
         line += " --sample 10" if "--steps" in line else " --sample 10 --steps 2"
@@ -288,3 +288,17 @@ def test_every_command_runs(document, place):
             run(script, place)
     for name in MADE.get(document.name, "").split():
         assert (place / "output" / name).is_file()
+
+
+def test_the_profile_of_a_training_step_runs(tmp_path):
+    text = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
+    section = text.partition("## Profile a training step")[2]
+    script = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    words = [sys.executable, "-c", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counted = re.findall(r"([\d.]+) GFLOP  (\S+)", done.stdout)
+    assert {"aten.mm", "moe_core.route"} <= {name for number, name in counted if float(number) > 0}
+    assert "Self CPU time total" in done.stdout
+    assert (tmp_path / "step.json").is_file()

@@ -1,9 +1,7 @@
-"""tools/throughput.py and tools/roofline.py on small models, in this process and on two ranks, and
-what they refuse."""
+"""tools/throughput.py on small models, in this process and on two ranks, and what it refuses."""
 
 import csv
 import itertools
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +9,8 @@ import pytest
 import torch
 from tool_cases import ROOT, assert_one_line, command
 
-from moe_core.ops.native import instruction_sets
 from swinv2_moe.commands.throughput import _latency, _rate
-from swinv2_moe.measure import roofline as measured_roofline
 from swinv2_moe.measure import rounds
-from swinv2_moe.measure.phases import PHASES
 
 CFG = ("--cfg", ROOT / "configs" / "quickstart_digits.yaml")
 QUICK = "--rounds 3 --warmup 1"
@@ -29,20 +24,9 @@ def throughput(monkeypatch, capsys):
     return command("throughput", monkeypatch, capsys)
 
 
-@pytest.fixture
-def roofline(monkeypatch, capsys):
-    """`roofline(*arguments)`: tools/roofline.py in this process, with small files, copies and few
-    saves."""
-    monkeypatch.setitem(rounds._PRODUCT_SIDE, "cpu", 512)
-    monkeypatch.setattr(measured_roofline, "_FILE", 2**21)
-    monkeypatch.setattr(measured_roofline, "_COPY", 2**22)
-    monkeypatch.setattr(measured_roofline, "_SAVES", 1)
-    return command("roofline", monkeypatch, capsys)
-
-
 @pytest.fixture(scope="session")
 def tiny(small) -> list[str]:
-    """Without DATA.BATCH_SIZE, on which both commands have an option."""
+    """Without DATA.BATCH_SIZE, for which the command has an option."""
     pairs = zip(small[::2], small[1::2], strict=True)
     return ["--opts", *(word for pair in pairs if pair[0] != "DATA.BATCH_SIZE" for word in pair)]
 
@@ -101,47 +85,6 @@ def test_float16_needs_a_gpu(throughput, tiny, tmp_path):
     assert_one_line(finished, "--dtypes is 'float16', which needs a GPU")
 
 
-def test_roofline(roofline, tiny, tmp_path):
-    finished = roofline(*CFG, "--output", tmp_path, "--batch-size", "16", QUICK, *tiny)
-    assert (finished.status, finished.err) == (0, "")
-    found = json.loads((tmp_path / "roofline.json").read_text())
-    # `dispatch` is a part of `experts` where one operator does both
-    expected = [name for name in PHASES if name not in ("exchange", "dispatch")]
-    assert [name for name in found["phases"] if name != "dispatch"] == expected
-    runs = {name: phase["run"] for name, phase in found["phases"].items()}
-    step = found["step"]["run"]
-    assert runs.pop("checkpoint") == found["peaks"]["written"]["run"] != step
-    assert set(runs.values()) == {step}
-    other = found["phases"].pop("other")
-    assert (other["share_of_roof"], other["bound_by"]) == (0, "")
-    assert all(phase["share_of_roof"] > 0 for phase in found["phases"].values())
-    rows = [line.split("|")[1:-1] for line in finished.out.splitlines() if "|" in line]
-    lines = {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
-    assert lines["exchange"] == ["-"] * 10
-    assert set(PHASES) < set(lines)
-    assert ", without mixup, accumulation or averaged weights\n" in finished.out
-    assert "the times of its phases are torch's profiler's. Data are read" in finished.out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["roofline.json", "roofline.png"]
-    assert (tmp_path / "roofline.png").stat().st_size > 10_000
-
-
-def test_roofline_of_a_dense_model_on_photographs(
-    roofline, tiny, make_photographs, tmp_path, monkeypatch, caplog
-):
-    """On a CPU without instructions for bf16 the step is in fp32, as in training."""
-    monkeypatch.setattr(instruction_sets, "cpu_words", lambda: frozenset({"avx2"}))
-    data = ("--data", make_photographs(), "--output", tmp_path)
-    keys = "MODEL.MOE.NUM_EXPERTS 0 AMP_ENABLE auto"
-    finished = roofline(*CFG, *data, "--batch-size 4", QUICK, *tiny, keys)
-    assert finished.status == 0
-    assert "AMP_ENABLE is auto: off" in caplog.text
-    assert "px, float32:" in finished.out
-    phases = json.loads((tmp_path / "roofline.json").read_text())["phases"]
-    assert list(phases) == ["data", "trunk", "optimiser", "other", "checkpoint"]
-    assert phases["data"]["disk"] > 4 * 500  # four JPEGs
-    assert "4 images of" in finished.out
-
-
 BAD = {
     "--dtypes float8": "--dtypes is 'float8', allowed: float32, bfloat16, float16",
     "--batch-sizes 0": "--batch-sizes is 0, it must be at least 1",
@@ -162,31 +105,6 @@ def test_throughput_refuses(words, throughput, tmp_path):
     finished = throughput(*CFG, "--output", tmp_path / "out", words, file=tmp_path / "file")
     assert_one_line(finished, BAD[words])
     assert not (tmp_path / "out").exists()
-
-
-BAD_ROOFLINE = {
-    "--rounds 0": "--rounds is 0, it must be at least 1",
-    "--batch-size 0": "--batch-size is 0, it must be at least 1",
-    "--cfg {root}/configs/imagenette_96.yaml": "DATA.PATH (or --data) must name its directory",
-    "--opts COMPILE true": "COMPILE is True: the phases of such a step",
-    "--opts TRAIN.ACCUMULATION_STEPS 4": "ACCUMULATION_STEPS is 4, but what is measured has 1",
-    "--output {file}/under": "cannot be made a directory",
-}
-
-
-@pytest.mark.parametrize("words", BAD_ROOFLINE)
-def test_roofline_refuses(words, roofline, tmp_path):
-    (tmp_path / "file").write_text("")
-    places = {"file": tmp_path / "file", "root": ROOT}
-    finished = roofline(*CFG, "--output", tmp_path / "out", words, **places)
-    assert_one_line(finished, BAD_ROOFLINE[words])
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_few_images_for_a_batch_leaves_nothing(roofline, tiny, tmp_path):
-    finished = roofline(*CFG, "--output", tmp_path, "--batch-size 9999", *tiny)
-    assert_one_line(finished, "DATA.BATCH_SIZE is 9999")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tables_fit_100_columns_whatever_was_measured():

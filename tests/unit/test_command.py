@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from swinv2_moe.commands.call import next_line, program
-from swinv2_moe.commands.configs import top_1
 from swinv2_moe.commands.convert_checkpoint import written
 from swinv2_moe.config import load_config
-from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_run, check_training
 from swinv2_moe.measure.run_record import read_run
@@ -73,6 +71,12 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
         train.main()
 
 
+def test_an_option_that_left(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--data", "pictures", "--bind", "none"])
+    with pytest.raises(UserError, match="--bind has left: `torchrun --numa-binding node`"):
+        import_module("swinv2_moe.commands.train").main()
+
+
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "swinv2_moe", "train"])
     assert next_line("few-shot", Path("a b")) == "python3 -m swinv2_moe few-shot 'a b'"
@@ -113,12 +117,6 @@ def test_what_was_written_is_named_with_its_size(tmp_path):
         f"{hub}: config.json, model.safetensors, 2.5 MB",
         f"{hub}/config.json, 1.2 MB",
     ]
-
-
-def test_an_accuracy_has_its_origin():
-    assert top_1(find_config("imagenette_96")) == " 52.5 measured"
-    published = find_config("in1k/swin_moe_base_window12_192_32expert")
-    assert top_1(published) == " 85.5 published"
 
 
 def test_paths_of_a_training_are_checked_first(tmp_path, monkeypatch):

@@ -446,8 +446,8 @@ def test_a_file_without_keys_a_directory_and_a_detector_are_no_configurations(tm
     empty = write(tmp_path / "c.yaml", "# nothing\n")
     assert "c.yaml: has no keys" in fails(file=empty)
     assert load_config(write(tmp_path / "d.yaml", "BASE: [c.yaml]\nSEED: 1\n")).SEED == 1
-    assert "is a directory; `swinv2-moe configs`" in fails(file=tmp_path)
-    assert "--cfg '': is empty; `swinv2-moe configs`" in fails(file="")
+    assert "is a directory; names are those of the files in " in fails(file=tmp_path)
+    assert "--cfg '': is empty; names are those of the files in " in fails(file="")
     assert "configures a detector" in fails(file="detection/shapes/mask_rcnn")
 
 

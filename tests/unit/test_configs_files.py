@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tool_cases import example
 
-from swinv2_moe.config import load_config, model_config
-from swinv2_moe.measure.sweep import read_plan
+from swinv2_moe.config import as_opts, load_config, model_config
 from swinv2_moe.models import measure_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PLANS = sorted(CONFIGS.glob("ablations/*.yaml"))  # of tools/sweep.py, not configurations
+PLANS = sorted(CONFIGS.glob("ablations/*.yaml"))  # of examples/sweep.py, not configurations
 EXPERIMENTS = sorted(
     file for file in CONFIGS.rglob("*.yaml") if file.name != "recipe.yaml" and file not in PLANS
 )
@@ -49,9 +49,11 @@ def test_every_variant_of_a_plan_loads(file, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     stages = yaml.safe_load(file.read_text()).get("stages", {})
     for stage in (None, *stages):
-        for variant in read_plan(file, stage).variants.values():
-            variant.config(0, "anywhere")
-    assert f"--plan {file.relative_to(CONFIGS.parent)}" in file.read_text()
+        control, seeds, variants = example("sweep").read_plan(file, stage)
+        assert (control in variants, seeds > 0) == (True, True)
+        for base, opts in variants.values():
+            load_config(base, as_opts(opts), data="anywhere")
+    assert f"examples/sweep.py {file.relative_to(CONFIGS.parent)}" in file.read_text()
 
 
 def test_the_eleven_published_experiments_are_there():

@@ -132,7 +132,6 @@ CFG = ["--cfg", "quickstart_digits"]
         (["train", *CFG], ["MODEL.MOE.ROUTER", "cosin"], "did you mean cosine?"),
         (["train", *CFG], ["MODEL.TYPE", "swin"], "MODEL.TYPE is 'swin'"),
         (["throughput", *CFG, "--output", "none"], CONTRADICTION, "MODEL.MOE.TOP_K is 9"),
-        (["roofline", *CFG, "--output", "none"], CONTRADICTION, "MODEL.MOE.TOP_K is 9"),
         (
             ["plan-cluster", *CFG, "--nodes", "1", "--gpus-per-node", "8"],
             CONTRADICTION,
@@ -179,9 +178,8 @@ def test_a_missing_path_is_found_without_torch(words, message, run):
     assert done.imported == []
 
 
-@pytest.mark.parametrize("name", ["config", "configs"])
-def test_listings_need_no_torch(name, run):
-    done = run(COMMAND, name)
+def test_the_list_of_keys_needs_no_torch(run):
+    done = run(COMMAND, "config")
     assert done.returncode == 0
     assert done.imported == []
 

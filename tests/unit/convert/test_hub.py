@@ -73,7 +73,6 @@ def test_a_vit_of_one_channel(convert, tmp_path):
     data = timm.data.resolve_model_data_config(loaded)
     assert (list(data["mean"]), data["crop_mode"]) == ([0.5], "squash")
     assert "label_names" not in json.loads((directory / "config.json").read_text())
-    assert 'convert("L")' in (directory / "README.md").read_text()
 
 
 def test_the_model_card(convert, make_checkpoint, make_config, tmp_path):
@@ -81,9 +80,8 @@ def test_the_model_card(convert, make_checkpoint, make_config, tmp_path):
     convert("export", "hub", ours, "--output", tmp_path / "hub")
     card = (tmp_path / "hub" / "README.md").read_text()
     size = measure_model(model_config(make_config()), 5)
-    assert f"| parameters | {size.parameters / 1e6:,.2f}M |" in card
-    assert f"| MACs | {size.macs / 1e6:,.1f}M |" in card
-    assert "MODEL.MOE.NUM_EXPERTS: 4\n" in card
+    assert f"; {size.parameters / 1e6:,.2f}M parameters, {size.macs / 1e6:,.1f}M MACs" in card
+    assert card.startswith("---\nlibrary_name: timm\n")
     assert "import swinv2_moe  #" in card
     assert "not measured with these weights" in card
     assert "# license:" in card

@@ -19,7 +19,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure import throughput
 from swinv2_moe.measure.configurations import Combination, Options, combinations
 from swinv2_moe.measure.rounds import interleaved, matrix_product, working_memory
-from swinv2_moe.measure.spread import Times, latencies, ratios, summed
+from swinv2_moe.measure.spread import Times, latencies, ratios
 from swinv2_moe.measure.throughput import Row, Side
 from swinv2_moe.models import Complexity
 
@@ -57,15 +57,12 @@ def test_one_run_has_one_name_and_every_run_another():
     with pytest.raises(ValueError, match=f"{first['a'].run}, {second['b'].run}"):
         ratios(first["a"], second["b"])
     with pytest.raises(ValueError, match="different runs"):
-        summed([first["a"], second["b"]])
-    with pytest.raises(ValueError, match="different runs"):
         ratios(first["a"], [1.0, 2.0])  # nobody knows when these were taken
 
 
-def test_ratios_and_sums_go_round_by_round():
+def test_ratios_go_round_by_round():
     a, b = Times([2, 9], "r"), Times([1, 3], "r")
     assert ratios(a, b) == [2, 3]
-    assert (list(summed([a, b, b])), summed([a, b]).run) == ([4, 15], "r")
     assert ratios([2, 9], [1, 3]) == [2, 3]
     with pytest.raises(ValueError, match="shorter"):
         ratios(a, Times([1], "r"))

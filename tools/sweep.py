@@ -1,6 +1,0 @@
-"""`swinv2-moe sweep` from a clone of the repository."""
-
-from swinv2_moe.commands import run
-
-if __name__ == "__main__":
-    run("sweep")
