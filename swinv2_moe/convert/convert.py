@@ -107,6 +107,7 @@ def import_weights(
         trained = initial.settings_of_weights(str(source), stages)
         config, notes = initial.take_over(config, trained, str(source))
         section = model_config(config)
+        class_names = class_names or initial.class_names_of(source)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # for the routers' initial values

@@ -146,6 +146,7 @@ def read_timm_config(file: str | Path) -> Mapping[str, object]:
         content = read_json(file, _MAX_DESCRIPTION)
         _CONFIG(content, "")
         _OPTIONAL_SETTINGS(description(content), "pretrained_cfg")
+        label_names(content)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
@@ -155,6 +156,21 @@ def read_timm_config(file: str | Path) -> Mapping[str, object]:
             " and set the keys of DATA"
         ) from error
     return content
+
+
+def label_names(config: Mapping) -> list[str]:
+    """The class names in a config.json in the order of the classifier's outputs; empty without any.
+
+    Raises:
+        ValueError: they are no list, and no object with the names by number.
+    """
+    names: Any = config.get("labels")  # in older files
+    for place in (config.get("pretrained_cfg") or {}, config):
+        names = place.get("label_names") or names
+    if isinstance(names, dict):
+        names = [names.get(str(number)) for number in range(len(names))]
+    list_of(TEXT)(names or [], "label_names")
+    return list(names or [])
 
 
 def description(config: Mapping) -> Mapping[str, object]:
@@ -223,11 +239,6 @@ def _has_small_counts(value: object) -> bool:
     if isinstance(value, list):
         return len(value) <= 8 and all(map(_has_small_counts, value))
     return type(value) is int and 0 <= value <= 4096
-
-
-def windows_of_name(name: str) -> list[int]:
-    """As `windows_of_config`, of a name at timm or the hub."""
-    return windows_of_config(timm_config(name) or {})
 
 
 def _location(name: str, key: str = "MODEL.PRETRAINED") -> tuple[str, str | None, tuple[str, ...]]:

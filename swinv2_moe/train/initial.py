@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from yacs.config import CfgNode
 
+from moe_core.checkpoint import TRUNK
 from swinv2_moe.config import (
     config_from_text,
     flatten,
@@ -34,11 +35,11 @@ from swinv2_moe.models.hub import (
     description,
     fetch_weights,
     is_hub_name,
+    label_names,
     local_file,
     read_timm_config,
     timm_config,
     windows_of_config,
-    windows_of_name,
 )
 from swinv2_moe.models.positions import check_windows, windows_of_tables
 from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
@@ -146,8 +147,9 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
             return TrainedWith(line=f"{NO_CONFIG}; images are prepared as the keys of DATA say")
         return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
     path = Path(local_file(pretrained))
-    if path.is_dir():
-        return _of_run(path)
+    owner = path if path.is_dir() else _checkpoint_of(path)
+    if owner is not None:
+        return _of_run(owner)
     if path.suffix == ".safetensors" and path.is_file():
         try:
             with safe_open(path, "pt") as content:
@@ -160,6 +162,34 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
     return TrainedWith(settings_of_timm(description(content)), windows, line)
+
+
+def class_names_of(file: Path) -> list[str]:
+    """The names of the classes of weights: in the file itself, in the checkpoint that it is a part
+    of, or in timm's config.json beside it; empty if they are in none of these.
+
+    Raises:
+        UserError: a file that should hold them cannot be read.
+    """
+    names = []
+    if file.suffix == ".safetensors":
+        names = read_class_names(file)
+    owner = _checkpoint_of(file)
+    if owner is not None:
+        names = names or read_meta(owner, "MODEL.PRETRAINED")["class_names"]
+    return names or label_names(read_timm_config(file.parent / "config.json"))
+
+
+def _checkpoint_of(file: Path) -> Path | None:
+    """The checkpoint whose trunk, also the averaged one, is this file; None if it is no such
+    file."""
+    folders = [file.parent]
+    if file.parent.name == "ema":
+        folders.append(file.parent.parent)
+    for folder in folders:
+        if file.name == TRUNK and (folder / "meta.json").is_file():
+            return folder
+    return None
 
 
 def _of_run(path: Path) -> TrainedWith:
@@ -262,13 +292,11 @@ def load_pretrained(
     notes: tuple[str, ...] = ()
     if not source:
         return notes
-    fit = partial(fit_head, model=model, config=config)
     if is_hub_name(source):
         file = _fetch_weights(source, world)
-        windows = []
-        if world.is_main:
-            windows = windows_of_name(source)
-        check_windows(model, world.agree(windows), source)
+        content = world.agree(timm_config(source) or {} if world.is_main else {})
+        check_windows(model, windows_of_config(content), source)
+        trained = label_names(content)
         source = str(file)
     try:
         pretrained = None
@@ -278,10 +306,10 @@ def load_pretrained(
             )
         if pretrained:
             trained = pretrained.meta["class_names"]
-        else:
-            trained = read_class_names(Path(source))
+        elif not is_hub_name(config.pretrained):
+            trained = class_names_of(Path(source))
         rows, notes = _head_rows(trained, config, class_names)
-        fit = partial(fit, rows=rows)
+        fit = partial(fit_head, model=model, config=config, rows=rows, num_names=len(trained))
         if pretrained and not config.upcycle:
             load_weights(pretrained, model, fit)
         else:

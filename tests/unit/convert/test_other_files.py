@@ -182,7 +182,7 @@ def dense_file(make_config, tmp_path, opts, suffix=".pth"):
 
 def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_config, tmp_path):
     file, _ = dense_file(make_config, tmp_path, [])
-    described = {"mean": [0.5, 0.4, 0.3], "crop_pct": 0.9}
+    described = {"mean": [0.5, 0.4, 0.3], "crop_pct": 0.9, "label_names": list("edcba")}
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": described}))
     arguments = [*cfg("TEST.CROP_RATIO", 0.8), "--output", tmp_path / "new"]
     status, said, _ = convert("import", "dense", file, *arguments)
@@ -190,7 +190,9 @@ def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_confi
     assert status == 0
     assert f"settings of the weights {file}: DATA.MEAN [0.5, 0.4," in said
     assert "TEST.CROP_RATIO is 0.8, its weights were trained with 0.9" in said
-    assert "MEAN:\n  - 0.5" in open_checkpoint(tmp_path / "new").meta["config"]
+    meta = open_checkpoint(tmp_path / "new").meta
+    assert "MEAN:\n  - 0.5" in meta["config"]
+    assert meta["class_names"] == list("edcba")
 
 
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])

@@ -12,10 +12,12 @@ from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from swinv2_moe.config import default_config, given_keys
+from swinv2_moe.convert.convert import export_weights
+from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.hub import description, local_file, timm_config
 from swinv2_moe.train import initial
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.checkpoint import open_checkpoint, write_weights
 from swinv2_moe.train.initial import load_pretrained
 from swinv2_moe.train.run import train
 
@@ -66,7 +68,9 @@ def test_experts_for_a_dense_model(as_file, pretrained, load):
 def test_other_classes(as_file, pretrained, load, tmp_path):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
-    source = source / "model.safetensors" if as_file else source
+    source = (
+        (source / "model.safetensors").rename(tmp_path / "file.safetensors") if as_file else source
+    )
     refusal = "has none of the classes of the data.*MODEL.CLASS_MAP new starts a new head"
     if as_file:  # without class names
         refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.CLASS_MAP new"
@@ -95,7 +99,7 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
         metadata = {"class_names": json.dumps(list(names))}
         save_file(load_file(source / "model.safetensors"), file, metadata)
         if names[-1] == "k":
-            with pytest.raises(UserError, match="classifier has 10 rows, fewer than"):
+            with pytest.raises(UserError, match="classifier has 10 rows, with 11 class names"):
                 load(file, keys, classes)
             continue
         note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are copied by name"
@@ -108,6 +112,63 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
     save_file(before, file, {"class_names": "[1]"})
     with pytest.raises(UserError, match=r"single\.safetensors: class_names"):
         load(file, keys)
+
+
+@pytest.fixture
+def named_weights(make_trainer, tmp_path):
+    """`named_weights(form)`: dense weights of the classes a to j, in this form of their names."""
+    trainer = make_trainer({"MODEL.MOE.NUM_EXPERTS": 0})
+    model, names = trainer.step.model, list("abcdefghij")
+    with torch.no_grad():
+        model.head.fc.bias.copy_(torch.arange(10.0))
+    ours, hub, single = (tmp_path / name for name in ("ours", "hub", "single.safetensors"))
+    write_weights(ours, model, model.state_dict(), trainer.config.yaml, names)
+    export_hub(ours, hub)
+    export_weights("single", ours, single)
+
+    def make(form):
+        content = json.loads((hub / "config.json").read_text())
+        by_number = {str(number): name for number, name in enumerate(names)}
+        if form == "in pretrained_cfg":
+            content["pretrained_cfg"]["label_names"] = content.pop("label_names")
+        elif form == "by number":
+            content["label_names"] = by_number
+        elif form == "older":
+            content = {"architecture": "swinv2_moe", "labels": by_number}
+        (hub / "config.json").write_text(json.dumps(content))
+        torch.save(model.state_dict(), hub / "other.pth")
+        places = {"checkpoint": ours, "file of a checkpoint": ours / "model.safetensors"}
+        places |= {"single": single, "local-dir": f"local-dir:{hub}", ".pth": hub / "other.pth"}
+        return str(places.get(form, hub))
+
+    return make
+
+
+FORMS = ["checkpoint", "file of a checkpoint", "single", "hub", "local-dir", ".pth"]
+FORMS += ["in pretrained_cfg", "by number", "older"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_class_names_are_read_in_each_form_of_weights(form, named_weights, load):
+    source = named_weights(form)
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 2 classes are copied by name"
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0}
+    found, own = load(source, keys, "cxa", [f"{note}, 1 classes are new: x"])
+    assert found["head.fc.bias"].tolist() == [2, own["head.fc.bias"][1], 0]
+
+
+@pytest.mark.parametrize("names", [["a"], {"0": "a", "2": "b"}, "ab", [1, 2]])
+def test_class_names_that_cannot_be_used(names, named_weights, load, tmp_path):
+    source = named_weights("hub")
+    content = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(content | {"label_names": names}))
+    message = (
+        "classifier has 10 rows, with 1 class names"
+        if names == ["a"]
+        else (r"config\.json: does not describe the weights beside it \(label_names")
+    )
+    with pytest.raises(UserError, match=message):
+        load(source, {"MODEL.MOE.NUM_EXPERTS": 0}, "xa")
 
 
 @pytest.mark.parametrize("upcycle", ["", "weights"])
