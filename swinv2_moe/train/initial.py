@@ -41,7 +41,7 @@ from swinv2_moe.models.hub import (
     timm_config,
     windows_of_config,
 )
-from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.positions import check_windows, compare_windows, windows_of_tables
 from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
@@ -54,6 +54,7 @@ from swinv2_moe.train.checkpoint import (
     load_weights,
     open_file,
     read_dense,
+    trained_windows,
 )
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, read_meta
@@ -126,10 +127,8 @@ def settings_of_checkpoint(source: Checkpoint) -> TrainedWith:
     """
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     check_network(source, model_config(config), num_classes=0)
-    values, windows = flatten(config), source.meta.get("windows")
-    if windows is None:
-        windows = configured_windows(model_config(config))
-    return TrainedWith({key: values[key] for key in _KEYS}, windows)
+    values = flatten(config)
+    return TrainedWith({key: values[key] for key in _KEYS}, trained_windows(source))
 
 
 def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
@@ -235,6 +234,9 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
 
     Returns:
         The configuration, and messages for the log: values that were set, and values that differ.
+
+    Raises:
+        UserError: the configuration cannot be used with these values, or asks for other windows.
     """
     given, present = given_keys(config), flatten(config)
     config = config.clone()
@@ -253,10 +255,11 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     trunk = config.MODEL[group]
     configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
     may_change = not any(configured) and len(configured) == len(windows)
-    # the weights' windows are not those that the model would use
-    if may_change and configured_windows(model_config(config)) not in ([], windows):
-        trunk.PRETRAINED_WINDOW_SIZES = windows
+    here = configured_windows(model_config(config)) if windows else []
+    if may_change and here not in ([], windows):
+        trunk.PRETRAINED_WINDOW_SIZES = here = windows
         taken.append(f"MODEL.{group}.PRETRAINED_WINDOW_SIZES {windows}")
+    compare_windows(here, windows, name)
     try:
         check_config(config)
     except UserError as error:

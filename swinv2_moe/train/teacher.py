@@ -36,7 +36,7 @@ from swinv2_moe.models.hub import (
 )
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
-from swinv2_moe.train.checkpoint import larger_than
+from swinv2_moe.train.checkpoint import larger_than, trained_windows
 from swinv2_moe.train.deployed import open_alone
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.section import DistillConfig
@@ -332,7 +332,7 @@ def _run(config: DistillConfig, path: Path, device: torch.device) -> Teacher:
     deployed = open_alone(str(path), device, opts, _KEY)
     if config.img_size not in (0, deployed.data.img_size):
         opts += ["DATA.IMG_SIZE", str(config.img_size)]
-        windows, trunk = deployed.source.meta.get("windows"), TRUNKS[deployed.model_config.type]
+        windows, trunk = trained_windows(deployed.source), TRUNKS[deployed.model_config.type]
         if windows and not any(getattr(deployed.model_config.trunk, _WINDOWS, [1])):
             opts += [f"MODEL.{trunk.group}.{_WINDOWS.upper()}", str(windows)]
         deployed = open_alone(str(path), device, opts, _KEY)
