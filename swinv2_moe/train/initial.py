@@ -27,7 +27,14 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.config.checks import check_config
-from swinv2_moe.data.classes import NO_CLASS, check_counting, known_classes, match_classes
+from swinv2_moe.data.classes import (
+    NO_CLASS,
+    are_numbers,
+    check_counting,
+    known_classes,
+    match_classes,
+    other_order,
+)
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, configured_windows, load_dense
 from swinv2_moe.models.hub import (
@@ -312,7 +319,8 @@ def load_pretrained(
         elif not is_hub_name(config.pretrained):
             trained = class_names_of(Path(source))
         rows, notes = _head_rows(trained, config, class_names)
-        fit = partial(fit_head, model=model, config=config, rows=rows, num_names=len(trained))
+        num_names = len(trained or class_names)
+        fit = partial(fit_head, model=model, config=config, rows=rows, num_names=num_names)
         if pretrained and not config.upcycle:
             load_weights(pretrained, model, fit)
         else:
@@ -357,15 +365,22 @@ def _head_rows(
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
     if not trained:
-        names = shortened(class_names)
-        return None, (f"{where}: has no class names, they are taken to be, in order: {names}",)
+        rows = match_classes([], class_names, where).numbers
+        names = [name for _, name in sorted(zip(rows, class_names, strict=True))]
+        note = f"{where}: has no class names, they are taken to be, in order: {shortened(names)}"
+        remark = other_order(names)
+        if remark:
+            note += f"{remark} (MODEL.CLASS_MAP FILE says which row each class has)"
+        return None if names == list(class_names) else rows, (note,)
     rows = known_classes(trained, class_names)
     unknown = [name for name, row in zip(class_names, rows, strict=True) if row == NO_CLASS]
     note = f"{where}: the classes are matched by number, only one side has names"
     try:
-        check_counting(trained, class_names, where)
+        hint = check_counting(trained, class_names, where)
         if len(unknown) == len(rows):
-            return match_classes(trained, class_names, where).numbers, (note,)
+            named = trained if are_numbers(class_names) else class_names
+            match = match_classes(trained, class_names, where)
+            return match.numbers, (note + other_order(named),)
     except UserError as error:
         raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
     if rows == list(range(len(trained))):
@@ -374,7 +389,7 @@ def _head_rows(
     note = f"{where}: the classifier's rows of {count:,} classes are copied by name"
     if unknown:
         note += f", {len(unknown):,} classes are new: {shortened(unknown)}"
-    return rows, (note,)
+    return rows, (note + hint,)
 
 
 def _fetch_weights(name: str, world: World) -> Path:

@@ -191,10 +191,27 @@ def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle
         [f"MODEL.PRETRAINED {source}: the classifier's rows of 10 classes are copied by name"],
     )
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][places])
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 9 classes are copied by name"
+    remark = " (if the data count the same classes from 1, lower their numbers by 1)"
+    load(source, keys, [str(number) for number in range(1, 10)], [note + remark])
     with pytest.raises(
         UserError, match=r"0 to 9, those of the data 1 to 10: .*CLASS_MAP new starts"
     ):
         load(source, keys, [str(number) for number in range(1, 11)])
+
+
+def test_nameless_rows_are_in_the_order_of_the_numbers_in_names(pretrained, load, tmp_path):
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0}
+    _, source = pretrained(keys)
+    source = (source / "model.safetensors").rename(tmp_path / "file.safetensors")
+    names = [f"class_{number}" for number in (1, 10, 2, 3, 4, 5, 6, 7, 8, 9)]
+    note = (
+        f"MODEL.PRETRAINED {source}: has no class names, they are taken to be, in order: class_1,"
+        " class_2, class_3, ... (10 in all); programs order such names differently: class 1 may be"
+        " 'class_10', not 'class_2' (MODEL.CLASS_MAP FILE says which row each class has)"
+    )
+    found, _ = load(source, keys, names, [note])
+    assert found["head.fc.bias"].tolist() == [0, 9, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):
