@@ -361,7 +361,7 @@ def _described(name: str) -> tuple[str, list[str]]:
     folder = path
     if path.is_file():
         folder = path.parent
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         return "", []
     from swinv2_moe.models.hub import label_names, read_timm_config  # imports torch
 

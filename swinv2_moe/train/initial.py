@@ -151,7 +151,7 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
         content = timm_config(pretrained)
         if content is None:
             return TrainedWith(line=f"{NO_CONFIG}; images are prepared as the keys of DATA say")
-        return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
+        return _of_timm(content, windows_of_config(content))
     path = Path(local_file(pretrained))
     owner = path if path.is_dir() else _checkpoint_of(path)
     if owner is not None:
@@ -167,7 +167,7 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     content = read_timm_config(path.parent / "config.json")
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
-    return TrainedWith(settings_of_timm(description(content)), windows, line)
+    return _of_timm(content, windows, line)
 
 
 def class_names_of(file: Path) -> list[str]:
@@ -217,18 +217,33 @@ def _of_run(path: Path) -> TrainedWith:
     return TrainedWith()
 
 
+def _of_timm(content: Mapping, windows: list[int], line: str = "") -> TrainedWith:
+    """What a config.json in timm's form says; its settings without a key are in the line."""
+    described = description(content)
+    values, without_key = settings_of_timm(described), []
+    if described.get("interpolation") and "DATA.INTERPOLATION" not in values:
+        without_key.append(f"interpolation {described['interpolation']!r}")
+    if described.get("crop_pct") and "TEST.CROP_RATIO" not in values:
+        mode = described.get("crop_mode") or "center"
+        without_key.append(f"crop_mode {mode!r} with crop_pct {described['crop_pct']}")
+    if without_key:
+        text = f"its config.json has {' and '.join(without_key)}, for which there is no key"
+        line = f"{line}; {text}" if line else text
+    return TrainedWith(values, windows, line)
+
+
 def settings_of_timm(described: Mapping) -> dict[str, object]:
     """Configuration values from timm's pretrained_cfg, as `read_timm_config` has checked it."""
     values: dict[str, object] = {}
     for name in ("mean", "std"):
         if described.get(name):
             values[f"DATA.{name.upper()}"] = [float(number) for number in described[name]]
-    if described.get("interpolation") in ("nearest", "bilinear", "bicubic"):
+    if described.get("interpolation") in ("nearest", "bilinear", "bicubic", "random"):
         values["DATA.INTERPOLATION"] = described["interpolation"]
     mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
     if mode == "squash":
         values["TEST.CROP_RATIO"] = 0.0
-    elif mode in ("center", None) and ratio is not None:
+    elif mode in ("center", None) and ratio is not None and ratio <= 1:
         values["TEST.CROP_RATIO"] = float(ratio)
     return values
 

@@ -347,6 +347,22 @@ def test_a_description_of_timm():
     assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),
+        ({"crop_mode": "border", "crop_pct": 0.9}, "crop_mode 'border' with crop_pct 0.9"),
+        ({"crop_pct": 1.15}, "crop_mode 'center' with crop_pct 1.15"),
+    ],
+)
+def test_settings_without_a_key_are_said(described, says, tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": described}))
+    trained = initial.settings_of_weights(str(tmp_path), 1)
+    assert trained.values == {}
+    assert trained.line == f"its config.json has {says}, for which there is no key"
+
+
 def test_one_of_several_state_dicts_is_named(tmp_path):
     state = {"a": torch.ones(1)}
     torch.save({"model": state, "model_ema": state, "epoch": 3}, tmp_path / "both.pth")
@@ -364,9 +380,23 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
         ("[]", "is a list"),
         ("\xff", "can't decode byte 0xff"),
         ('{"pretrained_cfg": null}', "pretrained_cfg is null"),
-        ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a finite number"),
+        ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a number from 0"),
+        (
+            '{"pretrained_cfg": {"mean": [123.675]}}',
+            "mean/0 is 123.675, it must be a number from 0",
+        ),
+        ('{"pretrained_cfg": {"std": [58.4]}}', "std/0 is 58.4, it must be a number from 0.001 to"),
+        (
+            '{"pretrained_cfg": {"std": [1e-320]}}',
+            "std/0 is 1e-320, it must be a number from 0.001",
+        ),
+        ('{"pretrained_cfg": {"crop_mode": "middle"}}', "crop_mode is 'middle', it must be one of"),
+        ('{"pretrained_cfg": {"crop_pct": 0}}', "crop_pct is 0, it must be a number from 0.1"),
+        ("{}", "it has none of architecture, pretrained_cfg, label_names"),
+        ('{"model_type": "swin"}', "it has none of architecture, pretrained_cfg, label_names"),
+        (None, "No such file"),
         ('{"pretrained_cfg": {"mean": "0.5"}}', "pretrained_cfg/mean is '0.5'"),
-        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a positive number"),
+        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a number from 0.001"),
         ('{"pretrained_cfg": {"crop_pct": "0.9"}}', "pretrained_cfg/crop_pct is '0.9'"),
         ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
         ('{"architecture": "x", "mean": [null]}', "mean/0 is null"),
@@ -374,7 +404,10 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
 )
 @pytest.mark.parametrize("file", ["", "model.safetensors", "other.pth"])
 def test_settings_beside_weights_that_cannot_be_used(content, says, file, tmp_path):
-    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    if content is None:
+        (tmp_path / "config.json").symlink_to("nowhere")
+    else:
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(UserError) as caught:
