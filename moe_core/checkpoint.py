@@ -10,16 +10,19 @@ A save is complete or has no effect:
 
 1. The ranks write and flush their files below `.save-<random>.tmp`.
 2. When every rank has done so, one rank renames this directory to `.save`. The save is complete.
-3. That rank moves the files to their names, over those of an earlier save.
+3. That rank moves `model.safetensors` and the folder `experts` to their names, in place of those of
+   an earlier save. Files of others in the old folder go to the new one.
 
-`load_tensors` reads a file in `.save` rather than the one of an earlier save. After a process was
-killed in step 3, the next save to the directory begins with the rest of it.
+`load_tensors` reads what is in `.save` rather than that of an earlier save. After step 3 was not
+finished, the next save to the directory begins with the rest of it.
 """
 
 # E experts on this rank
 
+import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from moe_core.training import local_tensor, moe_layers
 
 TRUNK = "model.safetensors"
 _SAVE = ".save"  # a complete save whose files do not have their names yet
+_log = logging.getLogger("moe_core")
 
 
 def expert_file(layer: str, expert: int) -> str:
@@ -113,7 +117,7 @@ def save_tensors(
             Ranks that share experts with no such rank write nothing.
 
     Raises:
-        OSError: a file cannot be written, on any rank.
+        OSError: a file cannot be written, on any rank, or something else has its name.
         ValueError: a tensor of experts is not [E, ...].
     """
     directory = Path(directory)
@@ -184,41 +188,61 @@ def _publish(directory: Path, temporary: Path, files: list[str]) -> None:
         if not (temporary / file).is_file():
             raise OSError(f"{temporary / file} is missing; do all ranks share {directory}?")
     _finish(directory)
+    _check_free(directory, files)
+    (temporary / "experts").mkdir(exist_ok=True)  # of a model without experts, none are left
     publish_directory(temporary, directory / _SAVE)
-    _finish(directory)
+    try:
+        _finish(directory)
+    except OSError as error:
+        _log.warning(
+            "%s: the save is complete, but its files stay in %s until the next one (%s)",
+            *(directory, _SAVE, error),
+        )
     for leftover in directory.glob(f"{_SAVE}-*.tmp"):  # of killed processes
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _finish(directory: Path) -> None:
     """Move the files of a complete save to their names, if there is one in `_SAVE`."""
-    save = directory / _SAVE
+    save, experts = directory / _SAVE, directory / "experts"
     if not save.is_dir():
         return
     if (save / TRUNK).exists():
         (save / TRUNK).replace(directory / TRUNK)
-    for layer in sorted(save.glob("experts/*")):
-        # The whole folder: an earlier save may have had more experts.
-        final, old = directory / "experts" / layer.name, save / "old" / layer.name
-        final.parent.mkdir(exist_ok=True)
-        old.parent.mkdir(exist_ok=True)
-        if final.exists():
-            final.rename(old)
-        layer.rename(final)
-        fsync(final.parent)
-    for path in save.glob("old/*/*"):
-        if path.is_file() and not (path.suffix == ".safetensors" and path.stem.isdecimal()):
-            path.rename(directory / "experts" / path.parent.name / path.name)  # not ours
+    if (save / "experts").exists():
+        # The whole folder: an earlier save may have had more layers and experts.
+        if os.path.lexists(experts):
+            experts.rename(save / "old")
+        (save / "experts").rename(experts)
+        fsync(directory)
+    for path in (save / "old").rglob("*"):
+        final = experts / path.relative_to(save / "old")
+        is_ours = _is_expert(path) and path.parent.parent == save / "old"
+        if (path.is_symlink() or not path.is_dir()) and not (is_ours or final.exists()):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(final)
+    if not any(experts.iterdir()):
+        experts.rmdir()
     fsync(directory)
     shutil.rmtree(save)
 
 
+def _check_free(directory: Path, files: list[str]) -> None:
+    """Raise OSError if something that is no file of a save has the name of a file, or something
+    else than a folder that of its folder."""
+    for file in map(Path, [*files, "experts/"]):
+        for name in (file, *file.parents):
+            path = directory / name
+            if os.path.lexists(path) and path.is_dir() == (str(name) in files):
+                kind = "a folder" if path.is_dir() else "no folder"
+                raise OSError(f"{path} is {kind}, a save needs its name: move it away")
+
+
 def _current(directory: Path, file: str) -> Path:
     """The path of a file of the complete save in `directory`."""
-    unfinished = directory / _SAVE / file
-    # All experts of a layer are moved at once: none of an earlier save counts beside them.
-    exists = unfinished.exists() if file == TRUNK else unfinished.parent.exists()
-    return unfinished if exists else directory / file
+    # All experts are moved at once: none of an earlier save counts beside them.
+    is_unfinished = (directory / _SAVE / Path(file).parts[0]).exists()
+    return (directory / _SAVE if is_unfinished else directory) / file
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -267,7 +291,7 @@ def load_tensors(
         lambda name, content: _read_like(content, (like or {}).get(name)),
     )
     for layer_name, layer in _layers(model).items():
-        if not any((directory / part / "experts").is_dir() for part in ("", _SAVE)):
+        if not any(_current(directory, "experts").glob("*")):
             continue  # a dense checkpoint: the caller's comparison reports missing tensors
         shard = layer.shard
         files = [
@@ -290,9 +314,13 @@ def load_tensors(
 
 def count_experts(directory: Path) -> dict[str, int]:
     """The number of expert files of each layer in `directory`."""
-    folders = [*directory.glob("experts/*"), *directory.glob(f"{_SAVE}/experts/*")]
-    counts = {layer.name: len(list(layer.glob("*.safetensors"))) for layer in folders}
+    files = _current(directory, "experts").glob("*/*")
+    counts = Counter(file.parent.name for file in files if _is_expert(file) and file.is_file())
     return dict(sorted(counts.items()))
+
+
+def _is_expert(file: Path) -> bool:
+    return file.suffix == ".safetensors" and file.stem.isdecimal()
 
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, tuple]:

@@ -254,8 +254,8 @@ def _check_lengths(config: CfgNode) -> None:
     for key, values in (("MEAN", config.DATA.MEAN), ("STD", config.DATA.STD)):
         if not all(map(math.isfinite, values)):
             raise UserError(f"DATA.{key} is {values}, its entries must be finite")
-    if min(config.DATA.STD) <= 0:
-        raise UserError(f"DATA.STD is {config.DATA.STD}, its entries must be above 0")
+    if min(config.DATA.STD) < 1e-6:
+        raise UserError(f"DATA.STD is {config.DATA.STD}, its entries must be at least 1e-6")
 
 
 def _check_augmentation(config: CfgNode) -> None:

@@ -34,6 +34,7 @@ from swinv2_moe.convert.hub import export_hub, timm_preprocessing
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import model_class
+from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig, trunk_group
 from swinv2_moe.models.weight_files import as_int8, read_weights
 from swinv2_moe.models.weights import check_finite, compare
@@ -45,6 +46,7 @@ from swinv2_moe.train.checkpoint import (
     open_file,
     open_newest,
     read_weights_of,
+    trained_windows,
     write_weights,
 )
 
@@ -119,11 +121,14 @@ def import_weights(
     step = 0
     notes: list[str] = []
     if kind == "single":
-        tensors, file_config, file_names, step = _read_single(source)
-        config, class_names = config or file_config, class_names or file_names
+        single = open_file(source)
+        step, class_names = single.meta["step"], class_names or single.meta["class_names"]
+        config = config or config_from_text(single.meta["config"], str(source))
         section = model_config(config)
-        check_network(open_file(source), section, num_classes=0)
+        check_network(single, section, num_classes=0)
+        tensors = read_weights(source)
         model = _meta_model(section, _num_classes(tensors, section, class_names, source))
+        check_windows(model, trained_windows(single), str(source))
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":
@@ -131,6 +136,7 @@ def import_weights(
         trained = initial.settings_of_weights(str(source), stages)
         config, notes = initial.take_over(config, trained, str(source))
         section = model_config(config)
+        class_names = class_names or initial.class_names_of(source)
         num_classes = _num_classes(read_weights(source), section, class_names, source)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # for the routers' initial values
@@ -199,6 +205,7 @@ def export_weights(
             "step": str(source.meta["step"]),
             "config": _without_paths(config).dump(),
             "class_names": json.dumps(source.meta["class_names"]),
+            "windows": json.dumps(trained_windows(source)),
             "model_args": json.dumps(model_arguments(section, num_classes)),
             "data_config": json.dumps(timm_preprocessing(data_config(config))),
         }
@@ -278,14 +285,6 @@ def _contents(
             if not layouts.is_rank_specific(name, has_output_bias)
         }
         yield master, content(shared)
-
-
-def _read_single(file: Path) -> tuple[dict[str, Tensor], CfgNode, list[str], int]:
-    """Read a file of `export single`: tensors, configuration, class names, step."""
-    source = open_file(file)
-    meta = source.meta
-    config = config_from_text(meta["config"], str(file))
-    return read_weights(file), config, meta["class_names"], meta["step"]
 
 
 def _meta_model(config: ModelConfig, num_classes: int) -> MoEModel:

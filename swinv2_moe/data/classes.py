@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from timm.data import ImageNetInfo
+from timm.utils.misc import natural_key
 
-from swinv2_moe.data.images import WHOLE_NUMBER, normal_name, subfolders
+from swinv2_moe.data.images import (
+    normal_name,
+    numbers_in,
+    repeated_name,
+    subfolders,
+    whole_number,
+)
 from swinv2_moe.errors import UserError, short, shortened
 from swinv2_moe.files import parse_json, read_bounded
 
@@ -38,6 +45,7 @@ class ClassMatch(NamedTuple):
     missing: list[str]  # names that only the checkpoint has
     # only one side has names, the other one counts its classes (`_places`)
     by_number: bool = False
+    hint: str = ""  # as of `check_counting`
 
 
 def map_classes(pretrained: Sequence[str], classes: Sequence[str]) -> list[int]:
@@ -59,17 +67,17 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
         UserError: no class is in both, a name comes twice in one of them, or as `check_counting`.
     """
     if not trained:
-        return ClassMatch(_places(names) or list(range(len(names))), [], [], by_number=True)
+        return ClassMatch(_places(names) or _in_order(names), [], [], by_number=True)
     if list(trained) == list(names):
         return ClassMatch(list(range(len(names))), [], [])
     for classes in (trained, names):
-        repeated = _repeated(classes)
+        repeated = repeated_name(classes)
         if repeated:
             raise UserError(
                 f"{where}: cannot be matched with the classes of the data, since a name comes"
                 f" twice: {repeated}"
             )
-    check_counting(trained, names, where)
+    hint = check_counting(trained, names, where)
     numbers = map_classes(trained, names)
     used = set(numbers)
     if used == {NO_CLASS}:
@@ -82,7 +90,7 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
         )
     unknown = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
     missing = [name for number, name in enumerate(trained) if number not in used]
-    return ClassMatch(numbers, unknown, missing)
+    return ClassMatch(numbers, unknown, missing, hint=hint)
 
 
 def known_classes(trained: Sequence[str], names: Sequence[str]) -> list[int]:
@@ -190,23 +198,32 @@ def are_numbers(names: Sequence[str]) -> bool:
     return _places(names) is not None
 
 
-def check_counting(trained: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Raise UserError if the classes of both sides are whole numbers and seem to count from
-    different numbers: 1, 2, ... would be compared with 0, 1, ..., each with its neighbour.
+def check_counting(trained: Sequence[str], names: Sequence[str], where: str) -> str:
+    """Compare classes that are whole numbers on both sides. 1, 2, ... may count the same classes as
+    0, 1, ..., and each would be compared with its neighbour.
 
     Arguments as of `match_classes`.
+
+    Returns:
+        a remark, for the end of a message, about the data's 1 to N - 1 where the checkpoint has 0
+        to N - 1: 0 may be missing, or all numbers may be shifted; "" otherwise.
+
+    Raises:
+        UserError: some numbers are unknown, and more would be known if all were shifted by 1.
     """
     known, asked = _numbers(trained), _numbers(names)
-    if not known or not asked or asked <= known:
-        return
     for shift, change in ((1, "lower"), (-1, "raise")):
-        if {number - shift for number in asked} <= known:
+        shifted = len({number - shift for number in asked} & known)
+        if asked - known and len(asked & known) < shifted and len(asked) <= 2 * shifted:
             raise UserError(
                 f"{where}: its classes are {min(known)} to {max(known)}, those of the data"
                 f" {min(asked)} to {max(asked)}: both seem to count the same classes, from"
                 f" different numbers; {change} the numbers of the data by 1 or, if equal numbers"
                 f" are the same class, leave out {shortened(sorted(asked - known))}"
             )
+    if asked and known == asked | {0} and 0 not in asked and min(asked) == 1:
+        return " (if the data count the same classes from 1, lower their numbers by 1)"
+    return ""
 
 
 def _by_number(trained: Sequence[str], names: Sequence[str]) -> list[int] | None:
@@ -215,26 +232,47 @@ def _by_number(trained: Sequence[str], names: Sequence[str]) -> list[int] | None
     places, asked = _places(trained), _places(names)
     if len(trained) != len(names) or (places is None and asked is None):
         return None
-    order = range(len(names))
-    numbers = {place: number for number, place in enumerate(places or order)}
-    return [numbers[place] for place in asked or order]
+    numbers = {place: number for number, place in enumerate(places or _in_order(trained))}
+    return [numbers[place] for place in asked or _in_order(names)]
+
+
+def _in_order(names: Sequence[str]) -> list[int]:
+    """For each name its place among them: by its number if they differ in nothing else."""
+    numbers = numbers_in(names) or list(range(len(names)))
+    places = {number: place for place, number in enumerate(sorted(numbers))}
+    if len(places) < len(names):  # two forms of one number
+        return list(range(len(names)))
+    return [places[number] for number in numbers]
+
+
+def other_order(names: Sequence[str]) -> str:
+    """A remark, for the end of a message, about weights without names that are matched with `names`
+    in this order: where torchvision (as text) or timm (by numbers in the names, capitals as small
+    letters) has another one, a program may have trained them in that. "" where all agree."""
+    for other in (sorted(names), sorted(names, key=natural_key)):
+        for number, (here, there) in enumerate(zip(names, other, strict=True)):
+            if here != there:
+                return (
+                    f"; programs order such names differently: class {number} may be {there!r}, not"
+                    f" {here!r}"
+                )
+    return ""
 
 
 def _places(names: Sequence[str]) -> list[int] | None:
     """For each name its place among them, if they are consecutive whole numbers from 0 or 1, in any
     order; otherwise None."""
-    numbers = _numbers(names)
-    first = min(numbers, default=2)
-    if first > 1 or sorted(numbers) != list(range(first, first + len(names))):
-        return None
-    return [int(name) - first for name in names]
+    numbers = list(map(whole_number, names))
+    for first in (0, 1):
+        if set(numbers) == set(range(first, first + len(names))):
+            return [number - first for number in numbers if number is not None]
+    return None
 
 
 def _numbers(names: Iterable[str]) -> set[int]:
     """The names as numbers; empty unless all of them are whole numbers."""
-    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
-        return set(map(int, names))
-    return set()
+    numbers = set(map(whole_number, names))
+    return set() if None in numbers else {number for number in numbers if number is not None}
 
 
 def difference(trained: Sequence[str], names: Sequence[str], where: str) -> str:
@@ -250,17 +288,6 @@ def difference(trained: Sequence[str], names: Sequence[str], where: str) -> str:
             if normal_name(old) != normal_name(new):
                 return f"class {number} is {old!r} in the checkpoint, {new!r} in the data"
     return "; ".join(parts)
-
-
-def _repeated(names: Sequence[str]) -> str:
-    """The first name that comes twice, in both its forms if they differ; "" if there is none."""
-    seen: dict[str, str] = {}
-    for name in names:
-        key = normal_name(name)
-        if key in seen:
-            return " and ".join(map(repr, dict.fromkeys((seen[key], name))))
-        seen[key] = name
-    return ""
 
 
 def class_names(source: str) -> list[str]:

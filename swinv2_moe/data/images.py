@@ -12,7 +12,7 @@ import re
 import unicodedata
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -101,7 +101,7 @@ _NUM_BANDS, _KIND_OF_PAGE = 277, 254  # tags of a TIFF
 _NO_PAGE = 1 | 4  # in _KIND_OF_PAGE: the page is a smaller copy, or a mask, of another one
 _PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # formats that may hold several pages or frames
 _BLOCK_PIXELS = 1 << 20  # number of pixels that are scaled at a time
-WHOLE_NUMBER = re.compile("[0-9]{1,18}")  # the name of a class
+_WHOLE_NUMBER = re.compile(r"(-?\d{1,18})(\.0+)?")  # the name of a class; digits of any script
 MAX_PIXELS = 120_000_000  # limit of an image
 MAX_FILE_BYTES = 1 << 30  # limit of an image file
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -403,8 +403,8 @@ def find_images(folder: str, apart: frozenset[str] = frozenset()) -> FoundImages
 
 
 def subfolders(folder: str) -> list[str]:
-    """The names of the folders in a folder, without those that are skipped. They are sorted, as
-    numbers if all of them are whole numbers.
+    """The names of the folders in a folder, without those that are skipped. They are sorted: by
+    their `numbers_in`, otherwise as text.
 
     Raises:
         UserError: the folder cannot be read, or a link in it leads nowhere.
@@ -415,17 +415,50 @@ def subfolders(folder: str) -> list[str]:
             names.append(entry.name)
         elif entry.is_symlink() and not os.path.exists(entry.path):
             raise UserError(f"{entry.path}: a link to nothing; remove it or repair it")
-    if all(WHOLE_NUMBER.fullmatch(name) for name in names):
-        names.sort(key=int)
+    numbers = numbers_in(names)
+    if numbers is not None:
+        names = [name for _, name in sorted(zip(numbers, names, strict=True))]
     return names
+
+
+def whole_number(name: str) -> int | None:
+    """The whole number that a class name is, such as `7`, `007` and `7.0`; None if it is none."""
+    match = _WHOLE_NUMBER.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def numbers_in(names: Sequence[str]) -> list[int] | None:
+    """The whole numbers of class names that differ in nothing else, such as `class_7.x`; None for
+    other names."""
+    numbers = [number for number in map(whole_number, names) if number is not None]
+    if len(numbers) == len(names):
+        return numbers
+    parts = [re.split(r"(\d+)", name) for name in names]  # every second one is a number
+    if len(set(map(len, parts))) > 1:
+        return None
+    columns = [column for column in enumerate(zip(*parts, strict=True)) if len(set(column[1])) > 1]
+    if len(columns) == 1 and columns[0][0] % 2:
+        return list(map(int, columns[0][1]))
+    return None
 
 
 def normal_name(name: str) -> str:
     """A class name in the form in which they are compared: a whole number without zeros before it,
     other names in Unicode's composed form. macOS writes decomposed names into archives."""
-    if WHOLE_NUMBER.fullmatch(name):
-        return str(int(name))
-    return unicodedata.normalize("NFC", name)
+    number = whole_number(name)
+    return unicodedata.normalize("NFC", name) if number is None else str(number)
+
+
+def repeated_name(names: Iterable[str]) -> str:
+    """The first class name that comes twice, in both its forms if they differ; "" if there is
+    none."""
+    seen: dict[str, str] = {}
+    for name in names:
+        key = normal_name(name)
+        if key in seen:
+            return " and ".join(map(repr, dict.fromkeys((seen[key], name))))
+        seen[key] = name
+    return ""
 
 
 def _files_below(folder: str, apart: frozenset[str]) -> Iterator[tuple[str, list[str]]]:

@@ -6,6 +6,7 @@ environment variables (HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN).
 """
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,7 @@ from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import read_json
 from swinv2_moe.forms import (
     COUNT,
-    NUMBER,
     OBJECT,
-    POSITIVE_NUMBER,
     TEXT,
     Form,
     form,
@@ -45,16 +44,27 @@ _INTERPOLATIONS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"
 _SIDE = form(
     "a whole number from 1 to 4096", lambda value: type(value) is int and 0 < value <= 2**12
 )
+_CROP_MODES = ["center", "squash", "border"]
+
+
+def _number(least: float, most: float, hint: str = "") -> Form:
+    def accepts(value: object) -> bool:
+        return type(value) in (int, float) and least <= value <= most  # type: ignore[operator]
+
+    return form(f"a number from {least} to {most}{hint}", accepts)
+
+
 _SETTINGS: dict[str, Form] = {
     "input_size": list_of(_SIDE, 3),
-    "mean": list_of(NUMBER),
-    "std": list_of(POSITIVE_NUMBER),
+    "mean": list_of(_number(0, 1, ", as pixels are")),
+    "std": list_of(_number(0.001, 1, ", as pixels are from 0 to 1")),
     "interpolation": form("one of timm's", _INTERPOLATIONS.__contains__),
-    "crop_pct": NUMBER,
-    "crop_mode": TEXT,
+    "crop_pct": _number(0.1, 10),
+    "crop_mode": form("one of timm's", _CROP_MODES.__contains__),
     "num_classes": COUNT,
 }
 _OPTIONAL_SETTINGS = record({}, {name: or_null(one) for name, one in _SETTINGS.items()})
+_DESCRIBING = ("architecture", "pretrained_cfg", "label_names")
 _CONFIG = record({}, {"pretrained_cfg": OBJECT, "model_args": or_null(OBJECT)})
 _FILES = ("model.safetensors", "pytorch_model.bin")  # the second name is used in older repositories
 
@@ -101,7 +111,7 @@ def local_file(pretrained: str) -> str:
     if pretrained.startswith(PREFIX):
         return str(bundled_file(pretrained))
     directory = Path(pretrained.removeprefix(_LOCAL))
-    if (directory / "config.json").is_file():
+    if os.path.lexists(directory / "config.json"):
         for name in _FILES:
             if (directory / name).is_file():
                 return str(directory / name)
@@ -146,15 +156,33 @@ def read_timm_config(file: str | Path) -> Mapping[str, object]:
         content = read_json(file, _MAX_DESCRIPTION)
         _CONFIG(content, "")
         _OPTIONAL_SETTINGS(description(content), "pretrained_cfg")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        label_names(content)
+        if content.keys().isdisjoint([*_SETTINGS, *_DESCRIBING]):
+            raise ValueError(f"it has none of {', '.join(_DESCRIBING)}")
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not os.path.islink(file):
+            return {}
         reason = getattr(error, "strerror", None) or one_line(str(error))
         raise UserError(
             f"{file}: does not describe the weights beside it ({reason}); mend it, or move it away"
             " and set the keys of DATA"
         ) from error
     return content
+
+
+def label_names(config: Mapping) -> list[str]:
+    """The class names in a config.json in the order of the classifier's outputs; empty without any.
+
+    Raises:
+        ValueError: they are no list, and no object with the names by number.
+    """
+    names: Any = config.get("labels")  # in older files
+    for place in (config.get("pretrained_cfg") or {}, config):
+        names = place.get("label_names") or names
+    if isinstance(names, dict):
+        names = [names.get(str(number)) for number in range(len(names))]
+    list_of(TEXT)(names or [], "label_names")
+    return list(names or [])
 
 
 def description(config: Mapping) -> Mapping[str, object]:
@@ -223,11 +251,6 @@ def _has_small_counts(value: object) -> bool:
     if isinstance(value, list):
         return len(value) <= 8 and all(map(_has_small_counts, value))
     return type(value) is int and 0 <= value <= 4096
-
-
-def windows_of_name(name: str) -> list[int]:
-    """As `windows_of_config`, of a name at timm or the hub."""
-    return windows_of_config(timm_config(name) or {})
 
 
 def _location(name: str, key: str = "MODEL.PRETRAINED") -> tuple[str, str | None, tuple[str, ...]]:

@@ -72,18 +72,22 @@ def set_windows(model: SwinTransformerV2, windows: Sequence[int]) -> None:
 
 
 def check_windows(model: MoEModel, trained: Sequence[int] | None, source: str) -> None:
-    """Compare the windows of weights with the model's.
+    """`compare_windows` with those of a model, which is asked only if `trained` are known."""
+    if trained:
+        compare_windows(model.position_windows(), trained, source)
+
+
+def compare_windows(here: Sequence[int], trained: Sequence[int], source: str) -> None:
+    """Compare the windows of weights with those of a model.
 
     Args:
-        trained: the weights' windows; None or empty where they are not known.
+        here: the model's windows; empty if its positions do not depend on them.
+        trained: the weights' windows; empty where they are not known.
 
     Raises:
         UserError: the model would scale positions differently than in the training of its weights.
     """
-    if not trained:
-        return
-    here = model.position_windows()
-    if here and list(trained) != here:
+    if trained and here and list(trained) != list(here):
         raise UserError(
             f"{source}: its position biases are for windows of {list(trained)}, the model would use"
             f" them for {here};"

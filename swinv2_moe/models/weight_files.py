@@ -142,13 +142,11 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def read_class_names(file: Path) -> list[str]:
-    """The class names in a file of `export single`; empty for other files.
+    """The class names in the metadata of a .safetensors file; empty without any.
 
     Raises:
         UserError: the file cannot be read, or has no list of names in their place.
     """
-    if file.suffix != ".safetensors":
-        return []
     text = read_metadata(file).get("class_names", "[]")
     with _opened(file):
         names = parse_json(text)

@@ -275,6 +275,7 @@ def fit_head(
     model: MoEModel,
     config: ModelConfig,
     rows: Sequence[int] | None = None,
+    num_names: int = 0,
 ) -> dict[str, Tensor]:
     """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say.
 
@@ -284,9 +285,10 @@ def fit_head(
         model: the source of the rows that the pretrained head does not have.
         rows: without this key: for each class of the model, its row in the pretrained head, or
             NO_CLASS.
+        num_names: the number of class names of the pretrained head; 0: they are not known.
 
     Raises:
-        UserError: the class map cannot be read, or does not match the model or the weights.
+        UserError: the class map or the names do not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
     if config.class_map == "new":
@@ -298,10 +300,10 @@ def fit_head(
     num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
     if not config.class_map:
         assert rows is not None
-        if max(rows) >= num_pretrained:
+        if num_names not in (0, num_pretrained):
             raise UserError(
                 f"MODEL.PRETRAINED {config.pretrained}: its classifier has {num_pretrained} rows,"
-                " fewer than it has class names"
+                f" with {num_names} class names"
             )
         return tensors | _head_of_rows(tensors, expected, names, rows)
     rows = read_class_map(Path(config.class_map))

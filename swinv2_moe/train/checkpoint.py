@@ -12,7 +12,6 @@ A directory gets its name when it is complete (swinv2_moe.train.saver). Before i
 its files is compared with the size and checksum in meta.json.
 """
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -27,21 +26,22 @@ from torch import Tensor, nn
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, expert_file, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash, publish_directory
+from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_directory, parse_json, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
-from swinv2_moe.models.build import build_model, model_class
+from swinv2_moe.models.build import build_model, configured_windows, model_class
 from swinv2_moe.models.bundled import located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_headers, read_metadata, read_weights
 from swinv2_moe.models.weights import check_finite, compare, rank_experts
 from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import DamagedError, describe, read_meta, write_meta
+from swinv2_moe.train.meta import WINDOWS, DamagedError, describe, read_meta, write_meta
 
-# A single file's metadata: format (this), step, config (YAML), class_names (JSON); for timm also
-# model_args and data_config (JSON)
+# A single file's metadata: format (this), step, config (YAML), class_names and windows (JSON); for
+# timm also model_args and data_config (JSON)
 SINGLE_FORMAT = "swinv2-moe single file 1"
 # A function that changes the tensors of a checkpoint before they are compared with the model's.
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -111,16 +111,6 @@ def order_of(directory: Path) -> tuple[int, int]:
     assert name is not None
     step, number = name.groups(default="0")
     return int(step), int(number)
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or the first of path-1, path-2, ... that does not exist."""
-    candidate = path
-    for i in itertools.count(1):
-        if not candidate.exists():
-            break
-        candidate = path.with_name(f"{path.name}-{i}")
-    return candidate
 
 
 def find_checkpoint(
@@ -193,11 +183,13 @@ def open_file(file: Path, key: str = "checkpoint") -> Checkpoint:
         class_names, step = parse_json(metadata["class_names"]), parse_json(metadata["step"])
         list_of(TEXT)(class_names, "class_names")
         COUNT(step, "step")
+        windows = parse_json(metadata.get("windows", "null"))
+        WINDOWS(windows, "windows")
         config = metadata["config"]
     except (KeyError, ValueError) as error:
         raise UserError(f"{key} {file}: its metadata cannot be used ({error})") from error
     meta = {"step": step, "config": config, "class_names": class_names, "training": None}
-    return Checkpoint(file, meta | {"experts": {}, "files": {}})
+    return Checkpoint(file, meta | {"windows": windows, "experts": {}, "files": {}})
 
 
 def open_newest(path: Path, key: str = "checkpoint") -> Checkpoint:
@@ -378,6 +370,22 @@ def larger_than(found: dict[str, Tensor], sizes: Mapping[str, object], group: st
     return ""
 
 
+def trained_windows(checkpoint: Checkpoint) -> list[int]:
+    """The window of each stage that the position biases of the weights are for; empty if they do
+    not depend on windows. Earlier versions did not record them: they are those of the
+    configuration.
+
+    Raises:
+        UserError: the configuration is needed and is that of another model.
+    """
+    meta = checkpoint.meta
+    if meta.get("windows") is not None or "backbone_windows" in meta:
+        return meta.get("windows") or []
+    config = model_config(config_from_text(meta["config"], f"checkpoint {checkpoint.directory}"))
+    check_network(checkpoint, config, num_classes=0)
+    return configured_windows(config)
+
+
 def read_section(
     checkpoint: Checkpoint,
     section: str,
@@ -395,7 +403,7 @@ def read_section(
             tensors are missing, unexpected or have another shape. The message names all of them.
     """
     directory = checkpoint.directory
-    check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {directory}")
+    check_windows(model, trained_windows(checkpoint), f"checkpoint {checkpoint.directory}")
     problems = _compare_expert_counts(directory / section, model)
     reader: nn.Module = model
     if problems:  # the experts cannot be read; the trunk's problems are listed as well
@@ -460,7 +468,7 @@ def read_dense(checkpoint: Checkpoint, section: str, model: MoEModel) -> dict[st
     Raises:
         UserError: the checkpoint has experts, or was trained with other windows.
     """
-    check_windows(model, checkpoint.meta.get("windows"), f"checkpoint {checkpoint.directory}")
+    check_windows(model, trained_windows(checkpoint), f"checkpoint {checkpoint.directory}")
     if checkpoint.meta["experts"]:
         raise UserError(
             f"checkpoint {checkpoint.directory} has experts, MODEL.UPCYCLE needs dense weights"

@@ -267,9 +267,10 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
     if name.startswith("timm:"):
         return _weights_of_timm(name, name, upcycle)
-    architecture = _dense_swin(name)
-    if architecture:
-        return _weights_of_timm(name, f"timm:{architecture}", upcycle)
+    architecture, class_names = _described(name)
+    if architecture.startswith("swinv2_") and "moe" not in architecture:
+        weights = _weights_of_timm(name, f"timm:{architecture}", upcycle)
+        return weights._replace(class_names=class_names)
     trained, class_names = trained_config(name)
     values = flatten(trained)
     model = _model_keys(trained.MODEL.TYPE)
@@ -313,7 +314,7 @@ def trained_config(name: str) -> tuple[CfgNode, list[str]]:
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
-        named = _architecture(name)
+        named, _ = _described(name)
         if named:
             raise UserError(
                 f"{where}: is a {one_line(named)}; without --cfg only a dense SwinV2 of timm"
@@ -353,26 +354,20 @@ def _recorded(path: Path) -> tuple[str | None, list[str]]:
     return text if isinstance(text, str) else None, names
 
 
-def _dense_swin(name: str) -> str | None:
-    """The dense SwinV2 that a config.json of timm names, in a folder or beside a file."""
-    found = _architecture(name)
-    if found.startswith("swinv2_") and "moe" not in found:
-        return found
-    return None
-
-
-def _architecture(name: str) -> str:
-    """The architecture that a config.json of timm names; "" without one."""
+def _described(name: str) -> tuple[str, list[str]]:
+    """The architecture and the class names in a config.json of timm, in a folder or beside a file;
+    empty without them."""
     path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
     folder = path
     if path.is_file():
         folder = path.parent
-    if not (folder / "config.json").is_file():
-        return ""
-    from swinv2_moe.models.hub import read_timm_config  # imports torch
+    if not os.path.lexists(folder / "config.json"):
+        return "", []
+    from swinv2_moe.models.hub import label_names, read_timm_config  # imports torch
 
-    found = read_timm_config(folder / "config.json").get("architecture")
-    return found if isinstance(found, str) else ""
+    content = read_timm_config(folder / "config.json")
+    architecture = content.get("architecture")
+    return architecture if isinstance(architecture, str) else "", label_names(content)
 
 
 def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:

@@ -24,7 +24,7 @@ from swinv2_moe.config import (
     resolve_batch_size,
     run_config,
 )
-from swinv2_moe.data.classes import are_numbers, match_classes
+from swinv2_moe.data.classes import are_numbers, match_classes, other_order
 from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.data.sources.base import relabelled
@@ -155,7 +155,7 @@ class Deployed:
                 )
             if trained and not are_numbers(trained):
                 names = trained
-            return Sources(train, val, names, sources.notes), note
+            return Sources(train, val, names, sources.notes), note + other_order(names)
         if not len(val):
             raise UserError(
                 f"{where}: knows no class of the validation images ({self._place()}):"
@@ -172,7 +172,7 @@ class Deployed:
         if match.missing:
             notes.append(
                 f"{len(match.missing):,} of {len(trained):,} classes of the checkpoint are not in"
-                f" the data: {shortened(match.missing)}"
+                f" the data: {shortened(match.missing)}{match.hint}"
             )
         return sources._replace(train=train, val=val, class_names=trained), "; ".join(notes) or None
 

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from yacs.config import CfgNode
 
+from moe_core.checkpoint import TRUNK
 from swinv2_moe.config import (
     config_from_text,
     flatten,
@@ -26,7 +27,14 @@ from swinv2_moe.config import (
     model_config,
 )
 from swinv2_moe.config.checks import check_config
-from swinv2_moe.data.classes import NO_CLASS, check_counting, known_classes, match_classes
+from swinv2_moe.data.classes import (
+    NO_CLASS,
+    are_numbers,
+    check_counting,
+    known_classes,
+    match_classes,
+    other_order,
+)
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, configured_windows, load_dense
 from swinv2_moe.models.hub import (
@@ -34,13 +42,13 @@ from swinv2_moe.models.hub import (
     description,
     fetch_weights,
     is_hub_name,
+    label_names,
     local_file,
     read_timm_config,
     timm_config,
     windows_of_config,
-    windows_of_name,
 )
-from swinv2_moe.models.positions import check_windows, windows_of_tables
+from swinv2_moe.models.positions import check_windows, compare_windows, windows_of_tables
 from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
@@ -53,6 +61,7 @@ from swinv2_moe.train.checkpoint import (
     load_weights,
     open_file,
     read_dense,
+    trained_windows,
 )
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import DamagedError, read_meta
@@ -125,10 +134,8 @@ def settings_of_checkpoint(source: Checkpoint) -> TrainedWith:
     """
     config = config_from_text(source.meta["config"], f"checkpoint {source.directory}")
     check_network(source, model_config(config), num_classes=0)
-    values, windows = flatten(config), source.meta.get("windows")
-    if windows is None:
-        windows = configured_windows(model_config(config))
-    return TrainedWith({key: values[key] for key in _KEYS}, windows)
+    values = flatten(config)
+    return TrainedWith({key: values[key] for key in _KEYS}, trained_windows(source))
 
 
 def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
@@ -144,10 +151,11 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
         content = timm_config(pretrained)
         if content is None:
             return TrainedWith(line=f"{NO_CONFIG}; images are prepared as the keys of DATA say")
-        return TrainedWith(settings_of_timm(description(content)), windows_of_config(content))
+        return _of_timm(content, windows_of_config(content))
     path = Path(local_file(pretrained))
-    if path.is_dir():
-        return _of_run(path)
+    owner = path if path.is_dir() else _checkpoint_of(path)
+    if owner is not None:
+        return _of_run(owner)
     if path.suffix == ".safetensors" and path.is_file():
         try:
             with safe_open(path, "pt") as content:
@@ -159,7 +167,35 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     content = read_timm_config(path.parent / "config.json")
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
-    return TrainedWith(settings_of_timm(description(content)), windows, line)
+    return _of_timm(content, windows, line)
+
+
+def class_names_of(file: Path) -> list[str]:
+    """The names of the classes of weights: in the file itself, in the checkpoint that it is a part
+    of, or in timm's config.json beside it; empty if they are in none of these.
+
+    Raises:
+        UserError: a file that should hold them cannot be read.
+    """
+    names = []
+    if file.suffix == ".safetensors":
+        names = read_class_names(file)
+    owner = _checkpoint_of(file)
+    if owner is not None:
+        names = names or read_meta(owner, "MODEL.PRETRAINED")["class_names"]
+    return names or label_names(read_timm_config(file.parent / "config.json"))
+
+
+def _checkpoint_of(file: Path) -> Path | None:
+    """The checkpoint whose trunk, also the averaged one, is this file; None if it is no such
+    file."""
+    folders = [file.parent]
+    if file.parent.name == "ema":
+        folders.append(file.parent.parent)
+    for folder in folders:
+        if file.name == TRUNK and (folder / "meta.json").is_file():
+            return folder
+    return None
 
 
 def _of_run(path: Path) -> TrainedWith:
@@ -181,18 +217,33 @@ def _of_run(path: Path) -> TrainedWith:
     return TrainedWith()
 
 
+def _of_timm(content: Mapping, windows: list[int], line: str = "") -> TrainedWith:
+    """What a config.json in timm's form says; its settings without a key are in the line."""
+    described = description(content)
+    values, without_key = settings_of_timm(described), []
+    if described.get("interpolation") and "DATA.INTERPOLATION" not in values:
+        without_key.append(f"interpolation {described['interpolation']!r}")
+    if described.get("crop_pct") and "TEST.CROP_RATIO" not in values:
+        mode = described.get("crop_mode") or "center"
+        without_key.append(f"crop_mode {mode!r} with crop_pct {described['crop_pct']}")
+    if without_key:
+        text = f"its config.json has {' and '.join(without_key)}, for which there is no key"
+        line = f"{line}; {text}" if line else text
+    return TrainedWith(values, windows, line)
+
+
 def settings_of_timm(described: Mapping) -> dict[str, object]:
     """Configuration values from timm's pretrained_cfg, as `read_timm_config` has checked it."""
     values: dict[str, object] = {}
     for name in ("mean", "std"):
         if described.get(name):
             values[f"DATA.{name.upper()}"] = [float(number) for number in described[name]]
-    if described.get("interpolation") in ("nearest", "bilinear", "bicubic"):
+    if described.get("interpolation") in ("nearest", "bilinear", "bicubic", "random"):
         values["DATA.INTERPOLATION"] = described["interpolation"]
     mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
     if mode == "squash":
         values["TEST.CROP_RATIO"] = 0.0
-    elif mode in ("center", None) and ratio is not None:
+    elif mode in ("center", None) and ratio is not None and ratio <= 1:
         values["TEST.CROP_RATIO"] = float(ratio)
     return values
 
@@ -205,6 +256,9 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
 
     Returns:
         The configuration, and messages for the log: values that were set, and values that differ.
+
+    Raises:
+        UserError: the configuration cannot be used with these values, or asks for other windows.
     """
     given, present = given_keys(config), flatten(config)
     config = config.clone()
@@ -223,10 +277,11 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     trunk = config.MODEL[group]
     configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
     may_change = not any(configured) and len(configured) == len(windows)
-    # the weights' windows are not those that the model would use
-    if may_change and configured_windows(model_config(config)) not in ([], windows):
-        trunk.PRETRAINED_WINDOW_SIZES = windows
+    here = configured_windows(model_config(config)) if windows else []
+    if may_change and here not in ([], windows):
+        trunk.PRETRAINED_WINDOW_SIZES = here = windows
         taken.append(f"MODEL.{group}.PRETRAINED_WINDOW_SIZES {windows}")
+    compare_windows(here, windows, name)
     try:
         check_config(config)
     except UserError as error:
@@ -262,13 +317,11 @@ def load_pretrained(
     notes: tuple[str, ...] = ()
     if not source:
         return notes
-    fit = partial(fit_head, model=model, config=config)
     if is_hub_name(source):
         file = _fetch_weights(source, world)
-        windows = []
-        if world.is_main:
-            windows = windows_of_name(source)
-        check_windows(model, world.agree(windows), source)
+        content = world.agree(timm_config(source) or {} if world.is_main else {})
+        check_windows(model, windows_of_config(content), source)
+        trained = label_names(content)
         source = str(file)
     try:
         pretrained = None
@@ -278,10 +331,11 @@ def load_pretrained(
             )
         if pretrained:
             trained = pretrained.meta["class_names"]
-        else:
-            trained = read_class_names(Path(source))
+        elif not is_hub_name(config.pretrained):
+            trained = class_names_of(Path(source))
         rows, notes = _head_rows(trained, config, class_names)
-        fit = partial(fit, rows=rows)
+        num_names = len(trained or class_names)
+        fit = partial(fit_head, model=model, config=config, rows=rows, num_names=num_names)
         if pretrained and not config.upcycle:
             load_weights(pretrained, model, fit)
         else:
@@ -326,15 +380,22 @@ def _head_rows(
         return None, ()
     where = f"MODEL.PRETRAINED {config.pretrained}"
     if not trained:
-        names = shortened(class_names)
-        return None, (f"{where}: has no class names, they are taken to be, in order: {names}",)
+        rows = match_classes([], class_names, where).numbers
+        names = [name for _, name in sorted(zip(rows, class_names, strict=True))]
+        note = f"{where}: has no class names, they are taken to be, in order: {shortened(names)}"
+        remark = other_order(names)
+        if remark:
+            note += f"{remark} (MODEL.CLASS_MAP FILE says which row each class has)"
+        return None if names == list(class_names) else rows, (note,)
     rows = known_classes(trained, class_names)
     unknown = [name for name, row in zip(class_names, rows, strict=True) if row == NO_CLASS]
     note = f"{where}: the classes are matched by number, only one side has names"
     try:
-        check_counting(trained, class_names, where)
+        hint = check_counting(trained, class_names, where)
         if len(unknown) == len(rows):
-            return match_classes(trained, class_names, where).numbers, (note,)
+            named = trained if are_numbers(class_names) else class_names
+            match = match_classes(trained, class_names, where)
+            return match.numbers, (note + other_order(named),)
     except UserError as error:
         raise UserError(f"{error}; MODEL.CLASS_MAP new starts a new head") from error
     if rows == list(range(len(trained))):
@@ -343,7 +404,7 @@ def _head_rows(
     note = f"{where}: the classifier's rows of {count:,} classes are copied by name"
     if unknown:
         note += f", {len(unknown):,} classes are new: {shortened(unknown)}"
-    return rows, (note,)
+    return rows, (note + hint,)
 
 
 def _fetch_weights(name: str, world: World) -> Path:

@@ -54,7 +54,7 @@ def _is_config(value: object) -> bool:
 _SHA256 = form("a SHA-256 in hexadecimal", _is_sha256)
 _CONFIG = form(f"text of at most {_MAX_CONFIG:,} characters", _is_config)
 _LOSS_SCALER = record({"scale": POSITIVE_NUMBER, "good_steps": COUNT, "updates": COUNT})
-_WINDOWS = or_null(list_of(POSITIVE_COUNT))
+WINDOWS = or_null(list_of(POSITIVE_COUNT))
 _LOSS_WATCH = record({"start": list_of(NUMBER), "has_warned": FLAG})
 _PHASES = object_of(TEXT, NUMBER)
 _COST = record({"phases": or_null(_PHASES), "joules": or_null(NUMBER)})
@@ -123,7 +123,7 @@ _META = record(
         "experts": object_of(RELATIVE_PATH, list_of(COUNT)),
         "files": object_of(RELATIVE_PATH, record({"bytes": COUNT, "sha256": _SHA256})),
     },
-    optional={"windows": _WINDOWS, "backbone_windows": _WINDOWS},
+    optional={"windows": WINDOWS, "backbone_windows": WINDOWS},
 )
 
 

@@ -128,6 +128,12 @@ def start_warnings(
             f" {config.base_lr:g}, for 512 images a step), {config.optimizer.name} usually trains"
             f" with {low:g} to {high:g}"
         )
+    for key, values in (("MEAN", data_config.mean), ("STD", data_config.std)):
+        if max(map(abs, values)) > 1:
+            lines.append(
+                f"DATA.{key} is {list(values)}: pixels are from 0 to 1; divide it by 255 if it is"
+                " for pixels of 0 to 255"
+            )
     targets = np.asarray(data.train_loader.dataset.source.targets)
     if (targets == targets[0]).all():
         lines.append(

@@ -10,6 +10,7 @@
    touched before step 4.
 """
 
+import itertools
 import os
 import shutil
 import threading
@@ -30,7 +31,7 @@ from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
 from moe_core.files import fsync, fsync_and_hash, publish_directory
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import replace_link
-from swinv2_moe.train.checkpoint import Checkpoint, checkpoints_below, free_name, order_of
+from swinv2_moe.train.checkpoint import Checkpoint, checkpoints_below, order_of
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import write_meta
 from swinv2_moe.train.parallelize import gather_shards
@@ -368,7 +369,7 @@ class Saver:
             newest = order_of(self.previous.directory.resolve())
         for path in checkpoints_below(self.root):
             if order_of(path) > newest:
-                aside = free_name(self.root / f"set-aside-{path.name}")
+                aside = _free_name(self.root / f"set-aside-{path.name}")
                 path.rename(aside)
                 self.print_line(f"this run continues from step {step}: {path} is now {aside.name}")
         for link in self._links():
@@ -422,7 +423,7 @@ class Saver:
         if plan.written_experts is not None:
             meta = meta | {"experts": self._link_experts(plan, meta, files)}
         meta = write_meta(plan.temporary, meta | {"files": dict(sorted(files.items()))})
-        final = free_name(self.root / _name(meta))
+        final = _free_name(self.root / _name(meta))
         publish_directory(plan.temporary, final)
         self.previous = Checkpoint(final, meta)
         try:
@@ -485,6 +486,16 @@ class Saver:
 
 def _name(meta: dict) -> str:
     return f"step-{meta['step']:08d}"
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, or the first of path-1, path-2, ... that does not exist."""
+    candidate = path
+    for i in itertools.count(1):
+        if not candidate.exists():
+            break
+        candidate = path.with_name(f"{path.name}-{i}")
+    return candidate
 
 
 def _link(source: Path, target: Path) -> None:

@@ -29,13 +29,14 @@ from swinv2_moe.models.hub import (
     description,
     fetch_weights,
     is_hub_name,
+    label_names,
     local_file,
     read_timm_config,
     timm_config,
 )
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
-from swinv2_moe.train.checkpoint import larger_than
+from swinv2_moe.train.checkpoint import larger_than, trained_windows
 from swinv2_moe.train.deployed import open_alone
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.section import DistillConfig
@@ -239,7 +240,11 @@ def _timm_with_file(config: DistillConfig) -> Teacher:
         raise UserError(
             f"{_KEY} is {config.teacher!r}: timm {timm.__version__} has no model {architecture!r}"
         )
-    return _timm(config, {"architecture": architecture}, read_weights(Path(file).expanduser()))
+    path = Path(file).expanduser()
+    content = read_timm_config(path.parent / "config.json")
+    if content.get("architecture") != architecture.partition(".")[0]:
+        content = {}  # of another model
+    return _timm(config, {**content, "architecture": architecture}, read_weights(path))
 
 
 def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> Teacher:
@@ -274,14 +279,14 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
     except Exception as error:  # timm and its models raise any type for weights that do not fit
         reason = one_line(str(error))[:_MAX_REASON]
         raise UserError(f"{where}: its weights do not fit {architecture} ({reason})") from error
-    names = content.get("label_names")
-    if not isinstance(names, list) or len(names) != num_classes:
-        names = imagenet_names(num_classes)
+    names = label_names(content) or imagenet_names(num_classes)
+    if len(names) != num_classes:
+        raise UserError(f"{where}: has {num_classes:,} classes and {len(names):,} class names")
     return Teacher(
         config.teacher,
         f"{architecture} {arguments or ''}".rstrip(),
         module,
-        [str(name) for name in names],
+        names,
         channels,
         size,
         tuple(expected.get("mean", (0.485, 0.456, 0.406))),
@@ -327,7 +332,7 @@ def _run(config: DistillConfig, path: Path, device: torch.device) -> Teacher:
     deployed = open_alone(str(path), device, opts, _KEY)
     if config.img_size not in (0, deployed.data.img_size):
         opts += ["DATA.IMG_SIZE", str(config.img_size)]
-        windows, trunk = deployed.source.meta.get("windows"), TRUNKS[deployed.model_config.type]
+        windows, trunk = trained_windows(deployed.source), TRUNKS[deployed.model_config.type]
         if windows and not any(getattr(deployed.model_config.trunk, _WINDOWS, [1])):
             opts += [f"MODEL.{trunk.group}.{_WINDOWS.upper()}", str(windows)]
         deployed = open_alone(str(path), device, opts, _KEY)

@@ -76,12 +76,14 @@ def test_a_damaged_expert_file_is_named(tmp_path, damage, error):
         load_tensors(tmp_path, model)
 
 
-def layer_of(value: float, num_experts: int) -> MoELayer:
-    layer = MoELayer(MoEConfig(model_dim=4, hidden_dim=2, num_experts=num_experts))
+def filled(value: float, num_experts: int, names: str = "ab") -> nn.Module:
+    """A model with a layer of each name, all values of which are equal."""
+    config = MoEConfig(model_dim=4, hidden_dim=2, num_experts=num_experts)
+    model = nn.ModuleDict({name: MoELayer(config) for name in names} | {"stem": nn.Linear(2, 2)})
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in model.parameters():
             parameter.fill_(value)
-    return layer
+    return model
 
 
 def values_in(directory: Path, model: nn.Module) -> set[float]:
@@ -90,7 +92,7 @@ def values_in(directory: Path, model: nn.Module) -> set[float]:
     return {float(value) for tensor in tensors.values() for value in tensor.flatten()}
 
 
-def killed_in_save(directory: Path, layer: MoELayer, number: int) -> bool:
+def killed_in_save(directory: Path, model: nn.Module, number: int) -> bool:
     """Save in a child process that is killed at the change of this number in `directory`."""
     child = os.fork()
     if child:
@@ -108,36 +110,97 @@ def killed_in_save(directory: Path, layer: MoELayer, number: int) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        save_tensors(directory, layer, layer.state_dict())
+        save_tensors(directory, model, model.state_dict())
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def test_killed_at_any_change_a_save_leaves_the_old_or_the_new_one(tmp_path):
-    """The older model has 3 experts and the newer one 2."""
+@pytest.mark.parametrize("layers", ["b", ""])
+def test_killed_at_any_change_a_save_leaves_the_old_or_the_new_one(layers, tmp_path):
+    """The older model has two layers of 3 experts, the newer one a layer of 2, or none."""
     results, number, killed = [], 0, True
-    smaller = layer_of(0, 2)
+    smaller = filled(0, 2, layers)
+    notes = [
+        "experts/a/note.txt",
+        "experts/a/0001.safetensors/mine",
+        "experts/b/c/0000.safetensors",
+    ]
     while killed:
         number += 1
         directory = tmp_path / str(number)
-        first = layer_of(1, 3)
+        first = filled(1, 3)
         save_tensors(directory, first, first.state_dict())
-        note = directory / "experts" / "layer" / "note.txt"
-        note.write_text("of the user")
-        killed = killed_in_save(directory, layer_of(7, 2), number)
-        (value,) = values_in(directory, smaller)
-        assert count_experts(directory) == {"layer": 3 if value == 1 else 2}
+        (directory / "experts/a/0001.safetensors").unlink()
+        for note in notes:
+            (directory / note).parent.mkdir(parents=True, exist_ok=True)
+            (directory / note).write_text("of the user")
+        killed = killed_in_save(directory, filled(7, 2, layers), number)
+        trunk = load_file(checkpoint._current(directory, "model.safetensors"))
+        value = float(trunk["stem.bias"][0])
+        if value == 7:
+            assert values_in(directory, smaller) == {7}
+        assert count_experts(directory) == (
+            {"a": 2, "b": 3} if value == 1 else dict.fromkeys(layers, 2)
+        )
         results.append(value)
         if number % 4 == 0 or not killed:  # the next save puts everything in order
             save_tensors(directory, smaller, smaller.state_dict())
             assert values_in(directory, smaller) == {0}
-            assert note.read_text() == "of the user"
-            files = {str(path.relative_to(directory)) for path in directory.rglob("*.*")}
-            expected = {f"experts/layer/000{e}.safetensors" for e in range(2)}
-            assert files == expected | {"experts/layer/note.txt", "model.safetensors"}
+            assert all((directory / note).read_text() == "of the user" for note in notes)
+            files = {str(path.relative_to(directory)) for path in directory.rglob("*")}
+            kept = {path for path in files if (directory / path).is_file()}
+            expected = {f"experts/{name}/000{e}.safetensors" for name in layers for e in range(2)}
+            assert kept == expected | {"model.safetensors", *notes}
     assert results == sorted(results)
     assert set(results) == {1, 7}
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "is_folder"),
+    [
+        ("model.safetensors", True),
+        ("experts/a/0001.safetensors", True),
+        ("experts/a", False),
+        ("experts", False),
+    ],
+)
+@pytest.mark.parametrize("layers", ["a", ""])
+def test_what_is_in_the_way_leaves_the_old_model(in_the_way, is_folder, layers, tmp_path):
+    old, new = filled(1, 2, ""), filled(7, 2, layers)
+    save_tensors(tmp_path, old, old.state_dict())
+    path = tmp_path / in_the_way
+    if path.exists():
+        path.unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if is_folder else path.write_text("of the user")
+    before = sorted(tmp_path.rglob("*"))
+    if not layers and in_the_way.startswith("experts/"):
+        save_tensors(tmp_path, new, new.state_dict())  # nothing needs its name
+        assert values_in(tmp_path, new) == {7}
+        assert is_folder or path.read_text() == "of the user"
+        return
+    kind = "a folder" if is_folder else "no folder"
+    with pytest.raises(OSError, match=f"{in_the_way} is {kind}, a save needs its name"):
+        save_tensors(tmp_path, new, new.state_dict())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_save_in_force_is_no_error(tmp_path, monkeypatch, caplog):
+    old, new = filled(1, 2), filled(7, 2, "a")
+    save_tensors(tmp_path, old, old.state_dict())
+
+    def fail(path, target):
+        raise PermissionError("not this one")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        save_tensors(tmp_path, new, new.state_dict())
+    assert "the save is complete, but its files stay in .save" in caplog.text
+    assert values_in(tmp_path, new) == {7}
+    save_tensors(tmp_path, new, new.state_dict())
+    assert count_experts(tmp_path) == {"a": 2}
+    assert not (tmp_path / ".save").exists()
 
 
 def a_rank_cannot_write(rank: int, directory: Path) -> None:

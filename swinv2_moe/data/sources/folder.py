@@ -18,6 +18,7 @@ from swinv2_moe.data.images import (
     find_images,
     left_out_line,
     normal_name,
+    repeated_name,
     subfolders,
 )
 from swinv2_moe.data.section import DataConfig, register_dataset
@@ -304,6 +305,12 @@ def _classes(split: str, root: str = "") -> list[str]:
     classes = subfolders(split)
     if split == root and "test" in classes:
         classes.remove("test")
+    repeated = repeated_name(classes)
+    if repeated:
+        raise UserError(
+            f"{split}: the class folders {repeated} have the same name in two forms: merge them, or"
+            " rename one"
+        )
     if classes:
         return classes
     hint = ""

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
 from swinv2_moe.config import as_opts, config_from_text, flatten, model_config
+from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model, load_dense, weight_files
 from swinv2_moe.train.checkpoint import open_checkpoint, open_file, write_meta, write_weights
+from swinv2_moe.train.deployed import open_deployed
+from swinv2_moe.train.initial import settings_of_weights, take_over
 
 
 def weights_of(directory):
@@ -85,8 +88,41 @@ def test_a_single_file_holds_all_that_a_checkpoint_needs(
     assert convert("import", "single", file, "--output", tmp_path / "new")[::2] == (0, "")
     assert weights_of(ours) == weights_of(tmp_path / "new")
     before, after = (open_checkpoint(directory).meta for directory in (ours, tmp_path / "new"))
-    for key in ("config", "step", "class_names"):
+    for key in ("config", "step", "class_names", "windows"):
         assert before[key] == after[key]
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "single", "earlier single"])
+def test_other_windows_are_refused_in_each_form(
+    form, convert, cfg, exported, make_checkpoint, make_config, tmp_path
+):
+    source, _ = make_checkpoint(*TYPES[1])
+    if form != "checkpoint":
+        source = exported("single", source, tmp_path / "one.safetensors")
+    if form == "earlier single":
+        with safe_open(source, "pt") as content:
+            metadata = content.metadata()
+        del metadata["windows"]
+        save_file(load_file(source), source, metadata)
+    larger = ["DATA.IMG_SIZE", "32", "MODEL.SWINV2.WINDOW_SIZE", "8"]
+    says = r"biases are for windows of \[4, 4, 2\], the model would use them for \[8, 8, 4\]"
+    with (
+        open_deployed(str(source), opts=larger) as deployed,
+        pytest.raises(UserError, match=says),
+    ):
+        deployed.model(5)
+    config = make_config(*TYPES[1], *larger)
+    trained = settings_of_weights(str(source), 3)
+    changed, notes = take_over(config, trained, "it")
+    assert changed.MODEL.SWINV2.PRETRAINED_WINDOW_SIZES == [4, 4, 2]
+    assert any("PRETRAINED_WINDOW_SIZES [4, 4, 2]" in line for line in notes)
+    given = make_config(*TYPES[1], *larger, "MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "[8,8,4]")
+    with pytest.raises(UserError, match=says):
+        take_over(given, trained, "it")
+    if form != "checkpoint":
+        arguments = [*cfg(*TYPES[1], *larger), "--output", tmp_path / "new"]
+        finished = convert("import", "single", source, *arguments)
+        assert "biases are for windows of [4, 4, 2]" in finished.err
 
 
 def test_a_single_file_names_no_paths_of_the_machine(exported, make_checkpoint, tmp_path):
@@ -182,7 +218,7 @@ def dense_file(make_config, tmp_path, opts, suffix=".pth"):
 
 def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_config, tmp_path):
     file, _ = dense_file(make_config, tmp_path, [])
-    described = {"mean": [0.5, 0.4, 0.3], "crop_pct": 0.9}
+    described = {"mean": [0.5, 0.4, 0.3], "crop_pct": 0.9, "label_names": list("edcba")}
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": described}))
     arguments = [*cfg("TEST.CROP_RATIO", 0.8), "--output", tmp_path / "new"]
     status, said, _ = convert("import", "dense", file, *arguments)
@@ -190,7 +226,9 @@ def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_confi
     assert status == 0
     assert f"settings of the weights {file}: DATA.MEAN [0.5, 0.4," in said
     assert "TEST.CROP_RATIO is 0.8, its weights were trained with 0.9" in said
-    assert "MEAN:\n  - 0.5" in open_checkpoint(tmp_path / "new").meta["config"]
+    meta = open_checkpoint(tmp_path / "new").meta
+    assert "MEAN:\n  - 0.5" in meta["config"]
+    assert meta["class_names"] == list("edcba")
 
 
 @pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])

@@ -15,7 +15,9 @@ from torchvision.datasets import CIFAR10, ImageFolder
 
 from swinv2_moe.config import data_config
 from swinv2_moe.data.build import build_data, in_recorded_order
+from swinv2_moe.data.images import subfolders
 from swinv2_moe.data.sources import listed, load_sources
+from swinv2_moe.errors import UserError
 
 
 def refusal(config, rank=0, world_size=1) -> str:
@@ -117,6 +119,31 @@ def test_numbered_folders_are_in_the_order_of_their_numbers(make_data, make_fold
     train = in_recorded_order(sources, reference.classes).train
     assert [(train.name(i), train.targets[i]) for i in range(len(train))] == reference.samples
     assert in_recorded_order(sources, ["1", "2", "3"]) is sources
+
+
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        ["class_1x2", "class_2x2", "class_10x2"],
+        ["1.0", "2.0", "10.0"],
+        ["-3", "1", "2", "10"],
+        ["1.5", "2.5", "10.5"],
+        ["１", "２", "１０"],  # full width
+        ["a10b10", "a1b1", "a2b2"],  # two numbers
+        ["a1", "a10", "a2", "b3"],
+    ],
+)
+def test_classes_that_differ_in_one_number_are_in_its_order(ordered, tmp_path):
+    for name in ordered:
+        (tmp_path / name).mkdir()
+    assert subfolders(str(tmp_path)) == ordered
+
+
+def test_two_forms_of_one_class_are_refused(make_data, make_folder):
+    for names in (("1", "01"), ("1", "1.0"), ("caf\u00e9", "cafe\u0301")):
+        root = make_folder(names, per_class=2, name=names[1])
+        with pytest.raises(UserError, match=r": the class folders '.*' and '.*' have the"):
+            load_sources(make_data({"DATA.DATASET": "folder", "DATA.PATH": str(root)}))
 
 
 def test_folder_paths_may_have_spaces_and_any_script(make_data, make_folder):

@@ -1,6 +1,7 @@
 """A training without --cfg: what is found in a folder, the settings that follow, and the line for
 each folder and for weights that cannot be used."""
 
+import json
 import os
 import re
 import shutil
@@ -342,10 +343,14 @@ def test_a_file_of_timm_with_its_description_beside_it(tmp_path):
     photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
     file = tmp_path / "model.safetensors"
     file.touch()
-    (tmp_path / "config.json").write_text('{"architecture": "swinv2_tiny_window8_256"}')
-    for name in (str(file), str(tmp_path), f"local-dir:{tmp_path}"):
-        model = choose(photos, ["MODEL.PRETRAINED", name]).config.MODEL
-        assert (name, [2, 2, 6, 2]) == (model.PRETRAINED, model.SWINV2.DEPTHS)
+    described = {"architecture": "swinv2_tiny_window8_256"}
+    for class_names, class_map in (([], "new"), (["dog", "x"], "")):
+        content = json.dumps(described | {"label_names": class_names})
+        (tmp_path / "config.json").write_text(content)
+        for name in (str(file), str(tmp_path), f"local-dir:{tmp_path}"):
+            model = choose(photos, ["MODEL.PRETRAINED", name]).config.MODEL
+            assert (name, [2, 2, 6, 2]) == (model.PRETRAINED, model.SWINV2.DEPTHS)
+            assert class_map == model.CLASS_MAP
 
 
 def test_the_documentation_has_every_rule():

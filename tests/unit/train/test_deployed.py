@@ -125,14 +125,41 @@ def test_classes_with_names_on_one_side_are_matched_by_number(names, align, monk
         assert f"class 0 is 'a' in the checkpoint, '{names[0]}' in the data" in note
         found, targets, note = align([], data)
         assert (found, targets) == (names, [names.index(name) for name in data])
-        assert note.endswith(f"in order: {', '.join(names[:3])}, ... (12 in all)")
+        assert f"in order: {', '.join(names[:3])}, ... (12 in all)" in note
+        assert ("differently: class " in note) == (names != as_text)
     found, targets, _ = align(as_text, LETTERS)
     assert targets == [as_text.index(name) for name in names]
     assert [found[target] for target in targets] == LETTERS
 
 
+@pytest.mark.parametrize("form", ["class_{}", "{}.0", "no. {} of 12"])
+def test_names_with_a_number_are_matched_in_its_order(form, align, monkeypatch):
+    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 12)
+    names = [form.format(number) for number in NUMBERS]
+    as_text = sorted(names)
+    for trained in ([], NUMBERS, sorted(NUMBERS)):
+        _, targets, note = align(trained, as_text)
+        numbers = list(trained or NUMBERS)
+        assert [numbers[target] for target in targets] == [
+            NUMBERS[names.index(name)] for name in as_text
+        ]
+        if form != "{}.0" or not trained:
+            assert "differently: class 2 may be" in note
+
+
+def test_an_order_on_which_programs_differ_is_said(align, monkeypatch):
+    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 3)
+    for names, other in ((["B", "C", "a"], "class 0 may be 'a', not 'B'"), (["a", "b", "c"], "")):
+        for trained in ([], ["0", "1", "2"]):
+            note = align(trained, names)[2]
+            assert other in note
+            assert ("differently" in note) == bool(other)
+
+
 def test_whole_numbers_are_compared_as_numbers(align):
-    assert align(NUMBERS, [f"{i:02}" for i in range(12)]) == (NUMBERS, list(range(12)), None)
+    for form in ("{:02}", "{}.0"):
+        names = [form.format(number) for number in range(12)]
+        assert align(NUMBERS, names) == (NUMBERS, list(range(12)), None)
     assert align(sorted(NUMBERS), ["003", "11"])[1] == [5, 3]
     with pytest.raises(UserError, match="a name comes twice: '1' and '01'"):
         align(NUMBERS, ["1", "01"])
@@ -144,10 +171,20 @@ def test_whole_numbers_are_compared_as_numbers(align):
         (NUMBERS, FROM_ONE, "classes are 0 to 11, those of the data 1 to 12: .* lower .* out 12$"),
         (FROM_ONE, NUMBERS, "classes are 1 to 12, those of the data 0 to 11: .* raise .* out 0$"),
         (NUMBERS, ["03", "12"], "0 to 11, those of the data 3 to 12"),
+        (NUMBERS, [*FROM_ONE, "13"], "0 to 11, those of the data 1 to 13: .* out 12, 13$"),
+        (NUMBERS, FROM_ONE[:5] + FROM_ONE[6:], "0 to 11, those of the data 1 to 12"),
+        (NUMBERS[:5] + NUMBERS[6:], FROM_ONE, "0 to 11, those of the data 1 to 12"),
+        (NUMBERS, ["-1", *FROM_ONE], "0 to 11, those of the data -1 to 12: .* out -1, 12$"),
+        (FROM_ONE, NUMBERS[:-1], "1 to 12, those of the data 0 to 10: .* raise .* out 0$"),
     ],
 )
 def test_numbers_that_count_from_elsewhere_are_refused(trained, names, says, align):
     with pytest.raises(UserError, match=says):
         align(trained, names)
-    assert align(NUMBERS, FROM_ONE[:-1])[1] == list(range(1, 12))
+    _, targets, note = align(NUMBERS, FROM_ONE[:-1])
+    assert targets == list(range(1, 12))
+    assert note.endswith(
+        ": 0 (if the data count the same classes from 1, lower their numbers by 1)"
+    )
+    assert "count the same" not in align(NUMBERS, FROM_ONE[:-2])[2]
     assert align(NUMBERS, [*NUMBERS, "12"])[1] == list(range(12))

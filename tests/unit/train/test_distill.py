@@ -369,6 +369,21 @@ def test_a_model_of_all_classes_knows_those_of_the_data_by_name(config_of, colou
     assert note == "1 of 3 classes of the checkpoint are not in the data: n01484850"
 
 
+def test_a_file_for_a_model_of_timm_has_its_description_beside_it(config_of, colours, tmp_path):
+    file = tmp_path / "known" / "model.safetensors"
+    keys = colours | {"TRAIN.DISTILL.TEACHER": f"timm:test_resnet@{file}"}
+    config = all_sections(config_of("run", keys)).train.distill
+    assert teacher.open_teacher(config, ALONE).class_names == ["green", "red", "blue"]
+    description = json.loads((tmp_path / "known" / "config.json").read_text())
+    of_another = json.dumps(description | {"architecture": "test_vit"})
+    (tmp_path / "known" / "config.json").write_text(of_another)
+    assert teacher.open_teacher(config, ALONE).class_names == ["0", "1", "2"]
+    fewer = json.dumps(description | {"label_names": ["green", "red"]})
+    (tmp_path / "known" / "config.json").write_text(fewer)
+    with pytest.raises(UserError, match="has 3 classes and 2 class names"):
+        teacher.open_teacher(config, ALONE)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

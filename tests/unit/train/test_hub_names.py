@@ -16,7 +16,7 @@ from moe_core import moe_layers
 from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import hub
-from swinv2_moe.models.hub import fetch_weights, is_hub_name, windows_of_name
+from swinv2_moe.models.hub import fetch_weights, is_hub_name, timm_config, windows_of_config
 from swinv2_moe.train.initial import load_pretrained, settings_of_weights
 
 TINY = "swinv2_tiny_window8_256.ms_in1k"
@@ -99,15 +99,15 @@ def test_names_that_cannot_be_used(cache):
 
 def test_the_windows_of_timms_weights():
     name = "timm:swinv2_base_window12to16_192to256.ms_in22k_ft_in1k"
-    assert windows_of_name(name) == [12, 12, 12, 6]
-    assert windows_of_name(f"timm:{TINY}") == [8, 8, 8, 8]
-    assert windows_of_name("timm:vit_tiny_patch16_224") == []
+    vit = "timm:vit_tiny_patch16_224"
+    for model, windows in ((name, [12, 12, 12, 6]), (f"timm:{TINY}", [8] * 4), (vit, [])):
+        assert windows_of_config(timm_config(model)) == windows
 
 
 def test_settings_that_are_not_in_the_cache_are_said(cache):
     directory = snapshot(cache, "me/mine")
     (directory / "model.safetensors").write_bytes(b"content")
-    assert windows_of_name("hf-hub:me/mine") == []
+    assert timm_config("hf-hub:me/mine") is None
     trained = settings_of_weights("hf-hub:me/mine", 4)
     assert trained.line.startswith("its config.json is not in the cache and cannot be downloaded")
     assert trained.values == {}

@@ -12,10 +12,12 @@ from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from swinv2_moe.config import default_config, given_keys
+from swinv2_moe.convert.convert import export_weights
+from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.hub import description, local_file, timm_config
 from swinv2_moe.train import initial
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.checkpoint import open_checkpoint, write_weights
 from swinv2_moe.train.initial import load_pretrained
 from swinv2_moe.train.run import train
 
@@ -66,7 +68,9 @@ def test_experts_for_a_dense_model(as_file, pretrained, load):
 def test_other_classes(as_file, pretrained, load, tmp_path):
     before, source = pretrained({"MODEL.MOE.NUM_EXPERTS": 0} if as_file else None)
     dense = {"MODEL.MOE.NUM_EXPERTS": 0} if as_file else {}
-    source = source / "model.safetensors" if as_file else source
+    source = (
+        (source / "model.safetensors").rename(tmp_path / "file.safetensors") if as_file else source
+    )
     refusal = "has none of the classes of the data.*MODEL.CLASS_MAP new starts a new head"
     if as_file:  # without class names
         refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.CLASS_MAP new"
@@ -95,7 +99,7 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
         metadata = {"class_names": json.dumps(list(names))}
         save_file(load_file(source / "model.safetensors"), file, metadata)
         if names[-1] == "k":
-            with pytest.raises(UserError, match="classifier has 10 rows, fewer than"):
+            with pytest.raises(UserError, match="classifier has 10 rows, with 11 class names"):
                 load(file, keys, classes)
             continue
         note = f"MODEL.PRETRAINED {file}: the classifier's rows of 2 classes are copied by name"
@@ -108,6 +112,63 @@ def test_rows_of_a_single_files_classifier_are_matched_by_name(pretrained, load,
     save_file(before, file, {"class_names": "[1]"})
     with pytest.raises(UserError, match=r"single\.safetensors: class_names"):
         load(file, keys)
+
+
+@pytest.fixture
+def named_weights(make_trainer, tmp_path):
+    """`named_weights(form)`: dense weights of the classes a to j, in this form of their names."""
+    trainer = make_trainer({"MODEL.MOE.NUM_EXPERTS": 0})
+    model, names = trainer.step.model, list("abcdefghij")
+    with torch.no_grad():
+        model.head.fc.bias.copy_(torch.arange(10.0))
+    ours, hub, single = (tmp_path / name for name in ("ours", "hub", "single.safetensors"))
+    write_weights(ours, model, model.state_dict(), trainer.config.yaml, names)
+    export_hub(ours, hub)
+    export_weights("single", ours, single)
+
+    def make(form):
+        content = json.loads((hub / "config.json").read_text())
+        by_number = {str(number): name for number, name in enumerate(names)}
+        if form == "in pretrained_cfg":
+            content["pretrained_cfg"]["label_names"] = content.pop("label_names")
+        elif form == "by number":
+            content["label_names"] = by_number
+        elif form == "older":
+            content = {"architecture": "swinv2_moe", "labels": by_number}
+        (hub / "config.json").write_text(json.dumps(content))
+        torch.save(model.state_dict(), hub / "other.pth")
+        places = {"checkpoint": ours, "file of a checkpoint": ours / "model.safetensors"}
+        places |= {"single": single, "local-dir": f"local-dir:{hub}", ".pth": hub / "other.pth"}
+        return str(places.get(form, hub))
+
+    return make
+
+
+FORMS = ["checkpoint", "file of a checkpoint", "single", "hub", "local-dir", ".pth"]
+FORMS += ["in pretrained_cfg", "by number", "older"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_class_names_are_read_in_each_form_of_weights(form, named_weights, load):
+    source = named_weights(form)
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 2 classes are copied by name"
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0}
+    found, own = load(source, keys, "cxa", [f"{note}, 1 classes are new: x"])
+    assert found["head.fc.bias"].tolist() == [2, own["head.fc.bias"][1], 0]
+
+
+@pytest.mark.parametrize("names", [["a"], {"0": "a", "2": "b"}, "ab", [1, 2]])
+def test_class_names_that_cannot_be_used(names, named_weights, load, tmp_path):
+    source = named_weights("hub")
+    content = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(content | {"label_names": names}))
+    message = (
+        "classifier has 10 rows, with 1 class names"
+        if names == ["a"]
+        else (r"config\.json: does not describe the weights beside it \(label_names")
+    )
+    with pytest.raises(UserError, match=message):
+        load(source, {"MODEL.MOE.NUM_EXPERTS": 0}, "xa")
 
 
 @pytest.mark.parametrize("upcycle", ["", "weights"])
@@ -130,10 +191,27 @@ def test_rows_of_a_runs_classifier_are_matched_by_name(pretrained, load, upcycle
         [f"MODEL.PRETRAINED {source}: the classifier's rows of 10 classes are copied by name"],
     )
     assert torch.equal(found["head.fc.weight"], before["head.fc.weight"][places])
+    note = f"MODEL.PRETRAINED {source}: the classifier's rows of 9 classes are copied by name"
+    remark = " (if the data count the same classes from 1, lower their numbers by 1)"
+    load(source, keys, [str(number) for number in range(1, 10)], [note + remark])
     with pytest.raises(
         UserError, match=r"0 to 9, those of the data 1 to 10: .*CLASS_MAP new starts"
     ):
         load(source, keys, [str(number) for number in range(1, 11)])
+
+
+def test_nameless_rows_are_in_the_order_of_the_numbers_in_names(pretrained, load, tmp_path):
+    keys = {"MODEL.MOE.NUM_EXPERTS": 0}
+    _, source = pretrained(keys)
+    source = (source / "model.safetensors").rename(tmp_path / "file.safetensors")
+    names = [f"class_{number}" for number in (1, 10, 2, 3, 4, 5, 6, 7, 8, 9)]
+    note = (
+        f"MODEL.PRETRAINED {source}: has no class names, they are taken to be, in order: class_1,"
+        " class_2, class_3, ... (10 in all); programs order such names differently: class 1 may be"
+        " 'class_10', not 'class_2' (MODEL.CLASS_MAP FILE says which row each class has)"
+    )
+    found, _ = load(source, keys, names, [note])
+    assert found["head.fc.bias"].tolist() == [0, 9, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_class_maps_that_do_not_fit(pretrained, load, tmp_path):
@@ -269,6 +347,22 @@ def test_a_description_of_timm():
     assert named["DATA.MEAN"] == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),
+        ({"crop_mode": "border", "crop_pct": 0.9}, "crop_mode 'border' with crop_pct 0.9"),
+        ({"crop_pct": 1.15}, "crop_mode 'center' with crop_pct 1.15"),
+    ],
+)
+def test_settings_without_a_key_are_said(described, says, tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": described}))
+    trained = initial.settings_of_weights(str(tmp_path), 1)
+    assert trained.values == {}
+    assert trained.line == f"its config.json has {says}, for which there is no key"
+
+
 def test_one_of_several_state_dicts_is_named(tmp_path):
     state = {"a": torch.ones(1)}
     torch.save({"model": state, "model_ema": state, "epoch": 3}, tmp_path / "both.pth")
@@ -286,9 +380,23 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
         ("[]", "is a list"),
         ("\xff", "can't decode byte 0xff"),
         ('{"pretrained_cfg": null}', "pretrained_cfg is null"),
-        ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a finite number"),
+        ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a number from 0"),
+        (
+            '{"pretrained_cfg": {"mean": [123.675]}}',
+            "mean/0 is 123.675, it must be a number from 0",
+        ),
+        ('{"pretrained_cfg": {"std": [58.4]}}', "std/0 is 58.4, it must be a number from 0.001 to"),
+        (
+            '{"pretrained_cfg": {"std": [1e-320]}}',
+            "std/0 is 1e-320, it must be a number from 0.001",
+        ),
+        ('{"pretrained_cfg": {"crop_mode": "middle"}}', "crop_mode is 'middle', it must be one of"),
+        ('{"pretrained_cfg": {"crop_pct": 0}}', "crop_pct is 0, it must be a number from 0.1"),
+        ("{}", "it has none of architecture, pretrained_cfg, label_names"),
+        ('{"model_type": "swin"}', "it has none of architecture, pretrained_cfg, label_names"),
+        (None, "No such file"),
         ('{"pretrained_cfg": {"mean": "0.5"}}', "pretrained_cfg/mean is '0.5'"),
-        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a positive number"),
+        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a number from 0.001"),
         ('{"pretrained_cfg": {"crop_pct": "0.9"}}', "pretrained_cfg/crop_pct is '0.9'"),
         ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
         ('{"architecture": "x", "mean": [null]}', "mean/0 is null"),
@@ -296,7 +404,10 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
 )
 @pytest.mark.parametrize("file", ["", "model.safetensors", "other.pth"])
 def test_settings_beside_weights_that_cannot_be_used(content, says, file, tmp_path):
-    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    if content is None:
+        (tmp_path / "config.json").symlink_to("nowhere")
+    else:
+        (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(UserError) as caught:

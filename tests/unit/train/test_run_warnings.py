@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_learning_rates(keys, says, make_trainer):
     highest = scaled_learning_rate(config.train, config.train.base_lr, world_size=1)
     lines = start_warnings(config.train, config.data, trainer.data, highest)
     assert [says in line for line in lines] == [True] * (says is not None)
+
+
+def test_a_mean_of_other_pixels(make_trainer):
+    trainer = make_trainer()
+    data = replace(trainer.config.data, mean=(123.675,), std=(58.4,))
+    lines = start_warnings(trainer.config.train, data, trainer.data, 0)
+    assert [line.partition(":")[0] for line in lines] == [
+        "DATA.MEAN is [123.675]",
+        "DATA.STD is [58.4]",
+    ]
 
 
 def test_the_configurations_of_this_repository_have_usual_learning_rates(make_trainer):
