@@ -46,7 +46,8 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     name = f"checkpoint {source.directory}"
     config = config_from_text(source.meta["config"], name, as_opts(_NOT_THE_MODELS))
     section = model_config(config)
-    if not timm.is_model(section.type):
+    registered = "timm_moe" if section.type == "timm" else section.type
+    if not timm.is_model(registered):
         raise UserError(
             f"MODEL.TYPE is {section.type!r}: timm has no model of that name; register one"
             " (timm.models.register_model) in the file of the class"
@@ -54,7 +55,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     num_classes = count_classes(source, section)
     check_network(source, section, num_classes)
     arguments = model_arguments(section, num_classes)
-    model: Any = timm.create_model(section.type, **arguments).eval()
+    model: Any = timm.create_model(registered, **arguments).eval()
     load_strict(model, read_weights_of(source, model), name)
     labels = {"label_names": source.meta["class_names"]}
     data = data_config(config)

@@ -7,7 +7,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.convert.summary import describe_model
 from swinv2_moe.models import Complexity
-from swinv2_moe.models.build import model_class
+from swinv2_moe.models.section import MODELS
 from swinv2_moe.output import printable
 from swinv2_moe.train.checkpoint import Checkpoint
 
@@ -105,7 +105,7 @@ def model_card(
         config: configuration of the training.
     """
     section = model_config(config)
-    module = model_class(section.type).__module__
+    module = MODELS[section.type].__module__
     if module.startswith("swinv2_moe.models."):
         module = "swinv2_moe"
     mode = "RGB"
