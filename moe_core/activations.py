@@ -18,6 +18,21 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
+@register_activation("gelu_tanh")
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU, approximated by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
+@register_activation("quick_gelu")
+def quick_gelu(x: Tensor) -> Tensor:
+    """`x sigmoid(1.702 x)`, another approximation of GELU.
+
+    Source: arXiv 1606.08415, section 2.
+    """
+    return x * torch.sigmoid(1.702 * x)
+
+
 @register_activation("relu")
 def relu(x: Tensor) -> Tensor:
     return F.relu(x)

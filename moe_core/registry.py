@@ -93,7 +93,8 @@ ROUTERS = Registry(
 )
 LOSSES = Registry("aux_loss", dict.fromkeys(_LOSSES, "moe_core.losses"))
 ACTIVATIONS = Registry(
-    "activation", dict.fromkeys(("gelu", "relu", "silu"), "moe_core.activations")
+    "activation",
+    dict.fromkeys(("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"), "moe_core.activations"),
 )
 # Functions of both products of gated experts, for activations that are not `act(z) * u`.
 GATED_ACTIVATIONS = Registry(

@@ -5,6 +5,8 @@
 >>> model.predict("dog.jpg")[0].class_name
 'dog'
 
+>>> model = swinv2_moe.add_experts(timm.create_model("vit_small_patch16_224", pretrained=True))
+
 timm knows the models, whether it is imported before or after this package.
 """
 
@@ -19,9 +21,17 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from swinv2_moe.models import add_experts
     from swinv2_moe.predict.predictor import Predictor
+else:
 
-__all__ = ["fit", "load"]
+    def __getattr__(name: str) -> object:  # importing torch takes seconds
+        if name != "add_experts":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module("swinv2_moe.models").add_experts
+
+
+__all__ = ["add_experts", "fit", "load"]
 
 
 def fit(

@@ -147,7 +147,11 @@ ALLOWED = {
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     # The sections of a configuration stand beside what they configure, below the configuration.
     "swinv2_moe.data.section": ["moe_core.options"],
-    "swinv2_moe.models.section": ["moe_core", "swinv2_moe.errors"],
+    "swinv2_moe.models.section": [
+        "moe_core",
+        "swinv2_moe.errors",
+        "swinv2_moe.models.timm_names",
+    ],
     "swinv2_moe.models.bundled": ["swinv2_moe.errors"],
     "swinv2_moe.train.section": ["moe_core.options", "swinv2_moe.data.section"],
     "swinv2_moe.input_paths": [

@@ -33,9 +33,16 @@ def choices() -> dict[str, Collection]:
 def check_config(config: CfgNode) -> None:
     """Raise UserError for a value out of range or values that contradict each other."""
     flat = flatten(config)
+    if flat["MODEL.TYPE"] == "vit_moe":
+        raise UserError(
+            "MODEL.TYPE is 'vit_moe', which has left: MODEL.TYPE timm MODEL.NAME"
+            " vit_tiny_patch16_224 builds it, with its sizes in MODEL.ARGS, such as"
+            " 'patch_size=4 embed_dim=64 depth=4 num_heads=4 global_pool=avg'"
+        )
     _check_choice("MODEL.TYPE", flat["MODEL.TYPE"], TRUNKS)
     trunk = trunk_of(config)
-    unused = tuple(f"MODEL.{other.group}." for other in TRUNKS.values() if other is not trunk)
+    others = [other.group for other in TRUNKS.values() if other is not trunk]
+    unused = tuple(f"MODEL.{group}." for group in others if group)
     used = {key: one for key, one in key_options().items() if not key.startswith(unused)}
     for name, option in used.items():
         if option.choices:
@@ -43,6 +50,12 @@ def check_config(config: CfgNode) -> None:
     for name, option in used.items():
         if isinstance(flat[name], (int, float)):
             _check_range(name, flat[name], option)
+    for name in ("MODEL.NAME", "MODEL.ARGS"):
+        if flat[name] and flat["MODEL.TYPE"] != "timm":
+            raise UserError(
+                f"{name} is {flat[name]!r}: it needs MODEL.TYPE timm, which is"
+                f" {flat['MODEL.TYPE']!r}"
+            )
     trunk.check(config)
     _check_strategy(config)
     _check_routing_schedules(config)
@@ -115,7 +128,7 @@ def _check_experts(config: CfgNode) -> None:
     moe = config.MODEL.MOE
     if not moe.NUM_EXPERTS:
         return
-    if not any(moe.BLOCKS):
+    if not any(moe.BLOCKS) and config.MODEL.TYPE != "timm":
         raise UserError(
             f"MODEL.MOE.NUM_EXPERTS is {moe.NUM_EXPERTS} but MODEL.MOE.BLOCKS names no block to put"
             " them in"

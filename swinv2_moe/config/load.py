@@ -20,6 +20,7 @@ from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
+from swinv2_moe.models.section import TRUNKS, trunk_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,10 @@ _OTHER_WORDS = {
 }
 _MAX_FILES = 32  # limit for the files that BASE names, in one file and in total
 # Keys that left, and why. Earlier runs have recorded them; there they count no more.
-_LEFT = {"TRAIN.NOISE_SCALE_FREQ": "since nobody acted on the gradient's noise scale"}
+_LEFT = {
+    "TRAIN.NOISE_SCALE_FREQ": "since nobody acted on the gradient's noise scale",
+    "MODEL.VIT": "since MODEL.TYPE timm builds any ViT, with its sizes in MODEL.ARGS",
+}
 # Values alike, whose keys get the default.
 _LEFT_VALUES = {"MODEL.MOE.KERNELS 'grouped'": "since Triton was faster in every class of layers"}
 
@@ -82,6 +86,9 @@ def load_config(
     given = values | from_opts
     config = default_config()
     _lay_over(config, given)
+    if config.MODEL.TYPE in TRUNKS:
+        implied = trunk_of(config).implied(config)
+        _lay_over(config, {key: value for key, value in implied.items() if key not in given})
     if data is not None and "DATA.PATH" not in from_opts:
         config.DATA.PATH = data
     if data is not None and "DATA.DATASET" not in from_opts:

@@ -55,7 +55,7 @@ def groups() -> list[tuple[str, type]]:
         ("CHECKPOINT", CheckpointConfig),
         ("DATA", DataConfig),
         ("MODEL", ModelConfig),
-        *((f"MODEL.{trunk.group}", trunk) for trunk in dict.fromkeys(TRUNKS.values())),
+        *((f"MODEL.{one.group}", one) for one in dict.fromkeys(TRUNKS.values()) if one.group),
         ("MODEL.MOE", ExpertsConfig),
         ("MODEL.MOE", MoEConfig),
         ("TRAIN", TrainConfig),

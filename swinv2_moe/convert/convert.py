@@ -33,7 +33,7 @@ from swinv2_moe.convert.files import (
 from swinv2_moe.convert.hub import export_hub, timm_preprocessing
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
-from swinv2_moe.models.build import model_class
+from swinv2_moe.models.build import classifier_weight
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig, trunk_group
 from swinv2_moe.models.weight_files import as_int8, read_weights
@@ -296,8 +296,7 @@ def _num_classes(
     state: dict[str, Tensor], config: ModelConfig, class_names: list[str] | None, source: Path
 ) -> int:
     """The number of classes of the classifier in `state`, under timm's or Microsoft's name."""
-    model = model_class(config.type)
-    name = f"{model.classifier}.weight"
+    name = classifier_weight(config)
     head = state.get(name, state.get("head.weight"))
     num_classes = config.num_classes
     if head is not None and head.ndim:

@@ -21,8 +21,7 @@ from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
-from swinv2_moe.models.build import model_class
-from swinv2_moe.models.section import ModelConfig
+from swinv2_moe.models.section import MODELS, ModelConfig
 from swinv2_moe.train.checkpoint import (
     Checkpoint,
     check_network,
@@ -71,7 +70,8 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     name = f"checkpoint {source.directory}"
     config = config_from_text(source.meta["config"], name, as_opts(_NOT_THE_MODELS))
     section = model_config(config)
-    if not timm.is_model(section.type):
+    registered = "timm_moe" if section.type == "timm" else section.type
+    if not timm.is_model(registered):
         raise UserError(
             f"MODEL.TYPE is {section.type!r}: timm has no model of that name; register one"
             " (timm.models.register_model) in the file of the class"
@@ -79,7 +79,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
     num_classes = count_classes(source, section)
     check_network(source, section, num_classes)
     arguments = model_arguments(section, num_classes)
-    model: Any = timm.create_model(section.type, **arguments).eval()
+    model: Any = timm.create_model(registered, **arguments).eval()
     load_strict(model, read_weights_of(source, model), name)
     labels = {"label_names": source.meta["class_names"]}
     data = data_config(config)
@@ -102,7 +102,7 @@ def export_hub(checkpoint: Path, output: Path) -> None:
 
 def _card(source: Checkpoint, model: ModelConfig, data_set: str, num_classes: int) -> str:
     """The model card, without paths of the training's machine."""
-    module = model_class(model.type).__module__
+    module = MODELS[model.type].__module__
     if module.startswith("swinv2_moe.models."):
         module = "swinv2_moe"
     training = source.meta["training"] or {}

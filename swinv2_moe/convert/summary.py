@@ -85,6 +85,7 @@ def describe_model(config: ModelConfig) -> str:
     """Type, sizes and experts of a model in one line."""
     layer, trunk = config.experts.layer, config.trunk
     sizes = [f"{name} {_joined(getattr(trunk, key))}" for name, key in trunk.sizes.items()]
+    sizes += [text for text in (config.name, config.args) if text]
     experts = "dense"
     if layer is not None:
         experts = f"{layer.num_experts} experts, top-{layer.top_k}, {layer.router} router"

@@ -14,6 +14,7 @@ __all__ = [  # noqa: F405
     "SwinTransformerMoE",
     "SwinTransformerV2MoE",
     "WithAuxLoss",
+    "add_experts",
     "block_name",
     "build_model",
     "configured_windows",

@@ -3,6 +3,7 @@ file `*_moe.py` here, and its names with timm."""
 
 # ruff: noqa: F401 - they are for `__init__`
 
+from swinv2_moe.models.added_experts import add_experts
 from swinv2_moe.models.build import (
     Complexity,
     build_model,

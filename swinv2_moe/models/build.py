@@ -14,6 +14,7 @@ from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig
+from swinv2_moe.models.timm_model import classifiers
 
 # Model types register themselves, and in registry.py their names for timm.
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -34,9 +35,12 @@ class Complexity(NamedTuple):
     macs: int
 
 
-def model_class(name: str) -> type[MoEModel]:
-    """The class of a value of MODEL.TYPE."""
-    return MODELS[name]
+def classifier_weight(config: ModelConfig) -> str:
+    """The name of the weight of the configured model's classifier."""
+    if config.name:
+        return f"{classifiers(config.name)[0]}.weight"
+    model: Any = MODELS[config.type]
+    return f"{model.classifier_name}.weight"
 
 
 def build_model(
@@ -51,7 +55,10 @@ def build_model(
         model = _model(config, num_classes, group)
     except ValueError as error:
         raise UserError(f"MODEL: {error}") from error
-    model.set_grad_checkpointing(config.use_checkpoint)
+    try:
+        model.set_grad_checkpointing(config.use_checkpoint)
+    except AssertionError as error:  # timm's, of a model that cannot
+        raise UserError(f"TRAIN.USE_CHECKPOINT is True: {config.name}: {error}") from error
     return model
 
 
@@ -59,7 +66,7 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
     strategy: ParallelStrategy | str = ParallelStrategy()
     if group:
         strategy = configured_strategy(config.experts)
-    return model_class(config.type)(
+    return MODELS[config.type](
         **model_arguments(config, num_classes), expert_group=group, expert_strategy=strategy
     )
 
@@ -67,7 +74,9 @@ def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> 
 def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
     """The arguments of the model's class, without those about ranks; ready for JSON."""
     experts = config.experts
+    named = {"name": config.name, "args": config.args} if config.name else {}
     return {
+        **named,
         **vars(config.trunk),
         "img_size": config.img_size,
         "in_chans": config.in_chans,

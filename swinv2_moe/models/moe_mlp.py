@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from moe_core import MoELayer
 
-_LAYER = ".mlp.moe"  # suffix of an MoE layer's name after its block's name
+EXPERTS = ".moe.experts."  # between the name of a block's FFN and that of an expert's parameter
 
 
 @register_notrace_module  # reason: routing depends on the input
@@ -23,6 +24,10 @@ class MoEMlp(nn.Module):
     loss.
 
     Attributes:
+        channels_first: x is [B, M, h, w], as between convolutions.
+        dropout: of the result, in training mode.
+        gate_last: of the dense FFN that was replaced: the gate is the second half of its fc1; None:
+            its fc1 is not two layers in one.
         aux_loss_weight: factor of the attached gradient, a number or a scalar tensor. It includes
             the factor by which the loss of the output is scaled, if any.
         top_k, capacity_factor: values in training mode; None: as the layer is configured. A
@@ -37,8 +42,13 @@ class MoEMlp(nn.Module):
         frozen: bool = False,
         eval_batch_prioritized: bool | None = None,
         aux_loss_weight: float | Tensor = 0.0,
+        *,
+        channels_first: bool = False,
+        dropout: float = 0.0,
+        gate_last: bool | None = None,
     ) -> None:
         super().__init__()
+        self.channels_first, self.dropout, self.gate_last = channels_first, dropout, gate_last
         self.moe = moe.requires_grad_(not frozen)
         self.top_k: int | None = None
         self.capacity_factor: float | Tensor | None = None
@@ -51,11 +61,16 @@ class MoEMlp(nn.Module):
         self.train(self.training)
 
     def forward(self, x: Tensor, **options) -> Tensor:
-        """x [..., M] -> [..., M].
+        """x [..., M] (or [B, M, h, w] with `channels_first`) -> the same.
 
         Args:
             options: `mask` and `num_tokens` of MoELayer.
         """
+        if not self.channels_first:
+            return self._forward(x, **options)
+        return self._forward(x.movedim(1, -1), **options).movedim(-1, 1)
+
+    def _forward(self, x: Tensor, **options) -> Tensor:
         if self.training:
             routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
         else:
@@ -74,6 +89,8 @@ class MoEMlp(nn.Module):
             y = attach.apply(y, aux_loss, self.aux_loss_weight)
             aux_loss = aux_loss.detach()
         self.aux_loss = aux_loss
+        if self.training and self.dropout:
+            y = F.dropout(y, self.dropout)
         return y
 
     def train(self, mode: bool = True) -> "MoEMlp":
@@ -152,4 +169,4 @@ def take_aux_loss(model: nn.Module) -> Tensor:
 
 def block_name(layer: str) -> str:
     """The name of the block that an MoE layer is in: "blocks.1.mlp.moe" -> "blocks.1"."""
-    return layer.removesuffix(_LAYER)
+    return layer.rsplit(".", 2)[0]

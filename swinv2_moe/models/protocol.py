@@ -3,22 +3,27 @@ use.
 
 A backbone is a subclass of `MoEModel` and of one of timm's models. It inherits patch_embed,
 group_matcher, set_grad_checkpointing, get_classifier and the initialisation from timm's model.
-`MoEModel` adds the experts and the methods that locate them.
+`MoEModel` adds the experts and the methods that locate them. `as_moe_model` makes any model of
+timm a backbone.
 """
 
 # B images, T tokens, K choices of a token, h x w tokens of a map, M model dim
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, ignore_experts, moe_layers
 from moe_core.parallel import ExpertGroup, ParallelStrategy
+from swinv2_moe.models.ffn import find_blocks, form_of, stages_of
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 from swinv2_moe.models.section import PUBLISHED_MOE
 
@@ -26,7 +31,7 @@ from swinv2_moe.models.section import PUBLISHED_MOE
 class MoEModel(nn.Module):
     """Base class of the models: a timm model with mixtures of experts in `moe_blocks`.
 
-    >>> class VisionTransformerMoE(MoEModel, VisionTransformer): ...
+    >>> class MineMoE(MoEModel, VisionTransformer): ...
 
     A subclass defines `block_stages` and overrides other methods where its model differs. A block
     keeps its FFN as `block.mlp`, with the layers fc1 and fc2.
@@ -54,7 +59,7 @@ class MoEModel(nn.Module):
             and MoELayer.
     """
 
-    classifier = "head"  # name of the linear layer that gives the logits
+    classifier_name = "head"  # name of the linear layer that gives the logits
 
     if TYPE_CHECKING:  # timm's
         patch_embed: Any
@@ -79,8 +84,7 @@ class MoEModel(nn.Module):
         dtype=None,
         **kwargs,
     ) -> None:
-        if not 0 <= aux_loss_weight < math.inf:
-            raise ValueError(f"aux_loss_weight ({aux_loss_weight}) must be finite and not negative")
+        check_aux_loss_weight(aux_loss_weight)
         super().__init__(device=device, dtype=dtype, **kwargs)
         # one object for all layers, because the layers share its state
         expert_group = ExpertGroup.of(expert_group)
@@ -97,11 +101,7 @@ class MoEModel(nn.Module):
                 dim = block.mlp.fc1.in_features
                 hidden_dim = round(hidden_ratio * block.mlp.fc1.out_features)
                 config = MoEConfig(dim, hidden_dim, num_experts, **values)
-                if config.routing == "soft" and config.slots_per_expert == 0:
-                    slots = math.ceil(self.tokens_of_image(block) / num_experts)
-                    config = replace(config, slots_per_expert=slots)
-                if eval_capacity_factor is not None:
-                    config = replace(config, eval_capacity_factor=eval_capacity_factor)
+                config = complete_config(self, block, config, eval_capacity_factor)
                 layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
                 block.mlp = MoEMlp(
                     layer.to(dtype), freeze_moe, eval_batch_prioritized, aux_loss_weight
@@ -110,13 +110,11 @@ class MoEModel(nn.Module):
         self.register_load_state_dict_post_hook(_recompute_buffers)
         ignore_experts(self)
 
-    # Defined by each model
-
-    def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
-        """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
-        raise NotImplementedError
-
     # Overridden by models that differ
+
+    def block_stages(self) -> Sequence[Sequence[nn.Module]]:
+        """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
+        return [[block.module for block in stage] for stage in stages_of(find_blocks(self))]
 
     def adapt_block(self, block: Any) -> None:
         """Replace the parts of a timm block that differ. Called before the FFN is replaced by
@@ -127,20 +125,50 @@ class MoEModel(nn.Module):
 
         Used by Soft MoE if the number of slots is not given.
         """
-        height, width = block.input_resolution
-        return height * width
+        index = [found.module for found in find_blocks(self)].index(block)
+        twin: Any = copy.deepcopy(self).to("meta").eval()
+        found = find_blocks(twin)[index]
+        dim, counts = form_of(found).model_dim, []
+        found.ffn.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel() // dim))
+        twin(torch.empty(1, *self.input_shape(), device="meta"))
+        return counts[0]
 
-    def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
+    def token_maps(self, values: Tensor, output: Tensor) -> Tensor | None:
         """Arrange values of the tokens of an MoE layer at their places in the image.
 
         Args:
             values: [T, K], in the order of the layer's tokens.
-            output: output of the layer's block, here [B, h, w, M].
+            output: output of the layer's block: [B, h, w, M], [B, M, h, w], or [B, N, M] if
+                `patch_embed` has the grid of the patches.
 
         Returns:
-            [B, h, w, K], without tokens that have no place, such as a class token.
+            [B, h, w, K], without tokens that have no place, such as a class token. None if the
+            places of the tokens are not known.
+
+        Raises:
+            ValueError: the image has another size than the model's.
         """
-        return values.unflatten(0, output.shape[:3])
+        if output.ndim == 4:
+            batch, *sides = output.shape
+            height, width = sides[:2]
+            if len(values) != batch * height * width:
+                height, width = sides[1:]
+            # a square picture has square maps; others, such as [B, windows, N, M], are no maps
+            if len(values) != batch * height * width or height != width:
+                return None
+            return values.unflatten(0, (batch, height, width))
+        grid = getattr(getattr(self, "patch_embed", None), "grid_size", None)
+        if output.ndim != 3 or grid is None or len(values) != output.shape[:2].numel():
+            return None
+        values = values.unflatten(0, output.shape[:2])  # [B, N, K]
+        patches = values[:, getattr(self, "num_prefix_tokens", 0) :]
+        height, width = grid
+        if patches.shape[1] != height * width:
+            raise ValueError(
+                f"{patches.shape[1]} patches do not fill the model's {height} x {width}:"
+                " call set_input_size first"
+            )
+        return patches.unflatten(1, (height, width))
 
     def position_windows(self) -> list[int]:
         """For each stage the window side in tokens that its position biases were trained with.
@@ -172,9 +200,10 @@ class MoEModel(nn.Module):
         """Channels, height and width of an image."""
         return self.patch_embed.proj.in_channels, *self.patch_embed.img_size
 
-    def classifier_names(self) -> tuple[str, str]:
-        """The names of the classifier's weight and bias."""
-        return f"{self.classifier}.weight", f"{self.classifier}.bias"
+    def classifier_names(self) -> tuple[str, ...]:
+        """The names of the classifier's weight and bias. Two classifiers, as of a distilled DeiT,
+        have four names."""
+        return f"{self.classifier_name}.weight", f"{self.classifier_name}.bias"
 
     @torch.jit.ignore
     def set_aux_loss_weight(self, weight: float | Tensor) -> None:
@@ -207,7 +236,8 @@ class MoEModel(nn.Module):
             for prefix, layer in moe_layers(self).items()
             for name in layer.no_weight_decay()
         }
-        return super().no_weight_decay() | ours  # type: ignore[misc]  # timm's
+        timms = getattr(super(), "no_weight_decay", set)
+        return set(timms()) | ours
 
 
 class WithAuxLoss(nn.Module):
@@ -221,6 +251,77 @@ class WithAuxLoss(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """As `MoEModel.forward_with_aux`."""
         return self.model.forward_with_aux(images)
+
+
+class AdaptedModel(MoEModel):
+    """A model that was created as one of timm's, and became a MoEModel (`as_moe_model`)."""
+
+    timms_class: type  # the class that it was
+    adapted_class: type  # AdaptedModel, or a subclass
+
+    def __init__(self, *args, **kwargs) -> None:
+        raise TypeError("create timm's model, then call add_experts")
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        # pickle cannot find a class that was made at run time
+        return _new_adapted, (self.adapted_class, self.timms_class), self.__dict__.copy()
+
+    def input_shape(self) -> tuple[int, int, int]:
+        """As MoEModel. For a model that takes images of any size, the size that timm names."""
+        return get_model_input_config(self)["input_size"]
+
+    def classifier_names(self) -> tuple[str, ...]:
+        """As MoEModel."""
+        heads = getattr(self, "pretrained_cfg", {}).get("classifier") or ()
+        if isinstance(heads, str):
+            heads = (heads,)
+        present = dict(self.named_parameters())
+        names = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias")]
+        return tuple(name for name in names if name in present) or tuple(names)
+
+
+@functools.cache
+def _adapted(base: type, timms: type) -> type:
+    """The subclass of `base`, an AdaptedModel, and of a class of timm."""
+    return type(timms.__name__, (base, timms), {"adapted_class": base, "timms_class": timms})
+
+
+def _new_adapted(base: type, timms: type) -> nn.Module:
+    adapted = _adapted(base, timms)
+    return adapted.__new__(adapted)
+
+
+def as_moe_model(model: nn.Module, base: type[AdaptedModel] = AdaptedModel) -> MoEModel:
+    """Make a model of timm a MoEModel, in place: only its class changes.
+
+    It stays an instance of its former class, with the same modules, parameters and state dict.
+
+    Args:
+        base: its other class.
+    """
+    if not isinstance(model, MoEModel):
+        model.__class__ = _adapted(base, type(model))
+        model.register_load_state_dict_post_hook(_recompute_buffers)
+    return cast(MoEModel, model)
+
+
+def complete_config(
+    model: MoEModel, block: nn.Module, config: MoEConfig, eval_capacity_factor: float | None
+) -> MoEConfig:
+    """The configuration with the capacity factor of evaluation, if given, and for Soft MoE with as
+    many slots as the block has tokens."""
+    if config.routing == "soft" and config.slots_per_expert == 0:
+        slots = math.ceil(model.tokens_of_image(block) / config.num_experts)
+        config = replace(config, slots_per_expert=slots)
+    if eval_capacity_factor is not None:
+        config = replace(config, eval_capacity_factor=eval_capacity_factor)
+    return config
+
+
+def check_aux_loss_weight(weight: float) -> None:
+    """Raise ValueError unless the factor of the auxiliary losses is finite and not negative."""
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"aux_loss_weight ({weight}) must be finite and not negative")
 
 
 def _recompute_buffers(model: nn.Module, *_) -> None:

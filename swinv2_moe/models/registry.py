@@ -1,8 +1,8 @@
 """Names for timm.create_model.
 
-Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant. The names of
-MODEL.TYPE, such as `swinv2_moe`, are for models of any size: the files of `export hub` use them.
-`swinv2_moe_bundled_tiny` is the model of this package, with weights.
+Arguments of SwinTransformerV2MoE, such as `num_experts`, override those of a variant. `swinv2_moe`
+and `swin_moe` are models of any size, `timm_moe` is a model of timm with experts: the files of
+`export hub` use these three. `swinv2_moe_bundled_tiny` is the model of this package, with weights.
 """
 
 from typing import Any
@@ -14,8 +14,11 @@ from timm.models.swin_transformer_v2 import checkpoint_filter_fn
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import parse_json
 from swinv2_moe.models.bundled import bundled_file
+from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.swin_moe import SwinTransformerMoE
 from swinv2_moe.models.swinv2_moe import SwinTransformerV2MoE
+from swinv2_moe.models.timm_model import timm_model
+from swinv2_moe.models.timm_names import timm_description
 from swinv2_moe.models.weight_files import read_metadata, read_weights
 
 _PUBLISHED_BLOCKS = ((), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,))
@@ -43,6 +46,7 @@ default_cfgs = generate_default_cfgs(
     {
         "swinv2_moe.untrained": _cfg(192, 1000),
         "swin_moe.untrained": _cfg(192, 1000),
+        "timm_moe.untrained": {"url": ""},
         "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000),
         "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
         "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
@@ -85,6 +89,32 @@ def swin_moe(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
     """Swin-MoE of any size, as released (pre-norm); without arguments, the small size."""
     args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
     return _create(SwinTransformerMoE, "swin_moe", pretrained, args, kwargs)
+
+
+@register_model
+def timm_moe(pretrained: bool = False, **kwargs) -> MoEModel:
+    """The model `name` of timm, by default with 8 experts in the last two blocks; other arguments
+    are those of `timm_model`. Its weights are those of a file or directory with experts.
+
+    Raises:
+        UserError: no name, or as `timm_model`.
+    """
+    if not kwargs.get("name"):
+        raise UserError("timm_moe needs the name of a model of timm: name='vit_small_patch16_224'")
+    no_weights = {"url": "", "hf_hub_id": None, "file": None, "tag": ""}
+    described = timm_description(kwargs["name"]) | no_weights | {"architecture": "timm_moe"}
+    given = kwargs.pop("pretrained_cfg", None)
+    if given is not None and not isinstance(given, str):
+        described |= given if isinstance(given, dict) else given.to_dict()
+    return build_model_with_cfg(
+        timm_model,
+        "timm_moe",
+        pretrained,
+        pretrained_cfg=described,
+        pretrained_filter_fn=lambda state, model: model.convert_dense(state, "the weights"),
+        feature_cfg={"feature_cls": "getter", "out_indices": kwargs.pop("out_indices", (-1,))},
+        **{"num_experts": 8} | kwargs,
+    )
 
 
 @register_model

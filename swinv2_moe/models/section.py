@@ -1,15 +1,15 @@
 """The section MODEL of a configuration, and the registry of model types.
 
-A new type is one file `swinv2_moe/models/NAME_moe.py`:
+Any model of timm is of the type `timm`. A new type is one file `swinv2_moe/models/NAME_moe.py`:
 
 >>> @dataclass(frozen=True, kw_only=True)
-... class VitConfig(Trunk):
-...     group = "VIT"
+... class MineConfig(Trunk):
+...     group = "MINE"
 ...     patch_size: int = option(16, "side of a patch, pixels", least=1)
->>> @register_model_type("vit_moe", VitConfig)
-... class VisionTransformerMoE(MoEModel, VisionTransformer): ...
+>>> @register_model_type("mine_moe", MineConfig)
+... class MineMoE(MoEModel, VisionTransformer): ...
 
-The keys of MODEL.VIT then exist in every configuration, and `build_model` passes them to the class
+The keys of MODEL.MINE then exist in every configuration, and `build_model` passes them to the class
 as keyword arguments. This module does not import torch: if the section is here, configurations are
 read without importing the model.
 """
@@ -28,20 +28,25 @@ from moe_core import MoEConfig
 from moe_core.options import option, options
 from swinv2_moe.errors import UserError
 
-Model = TypeVar("Model", bound=type)
+Model = TypeVar("Model", bound=Callable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trunk:
     """The keys of one model type or several: arguments of its class, in a group below MODEL."""
 
-    group: ClassVar[str] = ""  # MODEL.<group>
+    group: ClassVar[str] = ""  # MODEL.<group>; empty: no keys of its own
     # Fields that summaries of a model show, by the names that they show them by.
     sizes: ClassVar[Mapping[str, str]] = {}
 
     @staticmethod
     def check(config: CfgNode) -> None:
         """Raise UserError for values of a configuration that contradict each other."""
+
+    @staticmethod
+    def implied(config: CfgNode) -> dict[str, object]:
+        """Values of other keys that belong to the model, where the user has not set them."""
+        return {}
 
 
 def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
@@ -119,28 +124,6 @@ def tiles(size: int, swin: CfgNode) -> bool:
     return all(side <= swin.WINDOW_SIZE or side % swin.WINDOW_SIZE == 0 for side in sides)
 
 
-def check_vit(config: CfgNode) -> None:
-    """Raise UserError for values of MODEL.VIT that contradict each other or the image size."""
-    vit, size = config.MODEL.VIT, config.DATA.IMG_SIZE
-    if vit.EMBED_DIM % vit.NUM_HEADS:
-        raise UserError(
-            f"MODEL.VIT.NUM_HEADS is {vit.NUM_HEADS}: MODEL.VIT.EMBED_DIM ({vit.EMBED_DIM}) cannot"
-            f" be divided over {vit.NUM_HEADS} heads"
-        )
-    if size % vit.PATCH_SIZE:
-        below = size // vit.PATCH_SIZE * vit.PATCH_SIZE
-        raise UserError(
-            f"DATA.IMG_SIZE is {size}, it must be a multiple of MODEL.VIT.PATCH_SIZE"
-            f" ({vit.PATCH_SIZE}), such as {below or vit.PATCH_SIZE} or {below + vit.PATCH_SIZE}"
-        )
-    check_moe_blocks(config, [vit.DEPTH])
-    if config.MODEL.MOE.NUM_EXPERTS and len(config.MODEL.MOE.BLOCKS) != 1:
-        raise UserError(
-            f"MODEL.MOE.BLOCKS is {config.MODEL.MOE.BLOCKS}, it must have one entry for the only"
-            " stage of a ViT"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class SwinV2Config(Trunk):
     """MODEL.SWINV2."""
@@ -176,36 +159,49 @@ class SwinV2Config(Trunk):
     )
 
 
+def check_timm(config: CfgNode) -> None:
+    """Raise UserError if no model of timm is named. What only timm knows is checked when the model
+    is built."""
+    if not config.MODEL.NAME:
+        raise UserError(
+            "MODEL.NAME is '': MODEL.TYPE timm needs the name of a model of timm, such as"
+            " vit_small_patch16_224.augreg_in21k"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class VitConfig(Trunk):
-    """MODEL.VIT."""
+class TimmConfig(Trunk):
+    """A model of timm: MODEL.NAME and MODEL.ARGS, without a group of its own."""
 
-    group: ClassVar = "VIT"
-    sizes: ClassVar = {"dim": "embed_dim", "depth": "depth"}
-    check = staticmethod(check_vit)
+    check = staticmethod(check_timm)
 
-    patch_size: int = option(16, "side of a patch, pixels; divides `DATA.IMG_SIZE`", least=1)
-    embed_dim: int = option(192, "channels of a token; divisible by `num_heads`", least=1)
-    depth: int = option(12, "number of blocks", least=1)
-    num_heads: int = option(3, "attention heads of a block", least=1, affects="accuracy")
-    global_pool: str = option(
-        "token",
-        "what the classifier reads: `token`, the class token, or `avg`, the mean of the patches",
-        choices=("token", "avg"),
-    )
+    @staticmethod
+    def implied(config: CfgNode) -> dict[str, object]:
+        """Size and preparation of images, as timm names them.
+
+        Raises:
+            UserError: timm has no such model.
+        """
+        if not config.MODEL.NAME:
+            return {}
+        from swinv2_moe.models.timm_names import settings  # imports torch
+
+        return settings(config.MODEL.NAME)
 
 
 # By type, the values of MODEL.TYPE.
 TRUNKS: dict[str, type[Trunk]] = {
     "swinv2_moe": SwinV2Config,
     "swin_moe": SwinV2Config,
-    "vit_moe": VitConfig,
+    "timm": TimmConfig,
 }
-MODELS: dict[str, type] = {}  # the classes by type; importing swinv2_moe.models.build fills it
+# What builds a model, by type; importing swinv2_moe.models.build fills it.
+MODELS: dict[str, Callable] = {}
 
 
 def register_model_type(name: str, trunk: type[Trunk]) -> Callable[[Model], Model]:
-    """Decorator that registers a subclass of `swinv2_moe.models.MoEModel` as a value of MODEL.TYPE.
+    """Decorator that registers a subclass of `swinv2_moe.models.MoEModel`, or a function that
+    returns a MoEModel, as a value of MODEL.TYPE.
 
     Raises:
         ValueError: the name is registered already.
@@ -235,8 +231,9 @@ def trunk_of(config: CfgNode) -> type[Trunk]:
 
 
 def trunk_group(config: CfgNode) -> CfgNode:
-    """The keys of the configured model: MODEL.SWINV2, or the group of another model type."""
-    return config.MODEL[trunk_of(config).group]
+    """The keys of the configured model: MODEL.SWINV2, or the group of another model type. Empty
+    for a type without a group."""
+    return config.MODEL.get(trunk_of(config).group, CfgNode())
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered
@@ -286,7 +283,8 @@ class ExpertsConfig:
     )
     blocks: tuple[tuple[int, ...], ...] = option(
         ((), (), (), ()),
-        "for each stage, the blocks (from 0) whose FFN is a mixture of experts",
+        "for each stage, the blocks (from 0) whose FFN is a mixture of experts. With `MODEL.TYPE`"
+        " `timm` a stage is a list of blocks with MLPs, and no block at all means the last two",
     )
     top_k_schedule: str = option(
         "",
@@ -340,8 +338,23 @@ class ModelConfig:
     type: str = option(
         "swinv2_moe",
         "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm"
-        " form; `vit_moe`: ViT; or a type of your own, which declares its group of keys",
+        " form; `timm`: the model `MODEL.NAME` of timm; or a type of your own,"
+        " which declares its group of keys",
         choices=TRUNKS,
+        affects="accuracy",
+    )
+    name: str = option(
+        "",
+        "with `MODEL.TYPE` `timm`: a model of timm, with or without the tag of weights. Size of"
+        " images, mean, std, interpolation and crop are those that timm names, unless they are"
+        " given. `MODEL.PRETRAINED` `timm:NAME` loads its weights. Experts compute what the FFN"
+        " computes where `ACTIVATION`, `GATED`, `OUTPUT_BIAS` and `HIDDEN_DROPOUT` of `MODEL.MOE`"
+        " have their defaults",
+        affects="accuracy",
+    )
+    args: str = option(
+        "",
+        "with `MODEL.TYPE` `timm`: arguments of the model, such as `patch_size=4 embed_dim=64`",
         affects="accuracy",
     )
     num_classes: int = option(0, "number of classes; 0: that of the data", least=0)

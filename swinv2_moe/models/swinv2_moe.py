@@ -30,7 +30,7 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     """
 
     attention: type[FusedWindowAttention] = FusedWindowAttention
-    classifier = "head.fc"
+    classifier_name = "head.fc"
 
     if TYPE_CHECKING:  # TorchScript reads annotations
         layers: Any  # timm's stages
@@ -47,6 +47,15 @@ class SwinTransformerV2MoE(MoEModel, SwinTransformerV2):
     def block_stages(self) -> list[nn.ModuleList | nn.Sequential]:
         """As MoEModel."""
         return [stage.blocks for stage in self.layers]
+
+    def tokens_of_image(self, block: Any) -> int:
+        """As MoEModel."""
+        height, width = block.input_resolution
+        return height * width
+
+    def token_maps(self, values: Tensor, output: Tensor) -> Tensor:
+        """As MoEModel. `output` is [B, h, w, M], of any image size."""
+        return values.unflatten(0, output.shape[:3])
 
     def position_windows(self) -> list[int]:
         """As MoEModel."""

@@ -2,8 +2,7 @@
 and a classifier into a model with other classes."""
 
 import hashlib
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor, nn
 from moe_core import ExpertShard, MoELayer, moe_layers
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.files import read_bounded
+from swinv2_moe.models.ffn import as_expert
+from swinv2_moe.models.moe_mlp import EXPERTS, MoEMlp
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_weights, unwrapped, without_prefixes
 
-_DENSE_FFN = re.compile(r"(?P<block>(.+\.)?blocks\.\d+)\.mlp\.(?P<name>fc[12]\.(weight|bias))")
 _EMBEDDING = "patch_embed.proj.weight"
 # Buffers that are recomputed when a model is built. Weight files of other programs may hold them.
 RECOMPUTED = ("relative_coords_table", "relative_position_index", "attn_mask")
@@ -24,7 +24,6 @@ _SHOWN = 3  # names of each kind in a message about weights that do not fit
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_BYTES = 1 << 26  # limit of a class map
 _MAX_DIGITS = 9
-_IN_EXPERTS = {"fc1.weight": "w1", "fc1.bias": "b1", "fc2.weight": "w2", "fc2.bias": "b2"}
 
 
 def load_strict(model: nn.Module, state: dict[str, Tensor], source: str) -> None:
@@ -127,42 +126,40 @@ def load_dense(
     else:
         name = f"weights {source}"
         dense = read_weights(Path(source))
-    _check_values(dense, name)
+    _check_values(dense, model, name)
     dense = fit(model.convert_dense(dense, name))
     dense |= rank_experts(dense, model)  # for a file of a model with experts
     layers = moe_layers(model)
+    if upcycle and any(EXPERTS in key for key in dense):
+        raise UserError(f"{name}: has experts; MODEL.UPCYCLE makes experts of dense weights")
+    ffns = _pop_ffns(dense, model)
     if upcycle:
-        _check_upcycling(layers, dense, name)
-    ffns = _pop_ffns(dense, layers)
-    if upcycle:
+        _check_gates(layers, ffns, name)
         for target, tensor in ffns.items():
             dense[target] = _to_experts(tensor, layers[_layer_name(target)].shard)
     kept = []
     expected = model.state_dict()
     for key in expected:
         # Any other key that `dense` lacks is reported as missing below.
-        is_covered = key in dense or (upcycle and ".mlp.moe.experts." in key)
-        if ".mlp.moe." in key and not is_covered:
+        is_covered = key in dense or (upcycle and EXPERTS in key)
+        if ".moe." in key and not is_covered:
             kept.append(key)
             dense[key] = expected[key]
     _check_fit(model, dense, name)
     model.load_state_dict(dense)
-    if upcycle and noise:
-        for target, tensor in ffns.items():
-            if target.endswith(("w1", "w2")):
-                weight = model.get_parameter(target)
-                shard = layers[_layer_name(target)].shard
-                _add_noise(weight, shard, noise * tensor.std().item(), f"{seed} {target}")
+    for layer_name, layer in layers.items():
+        prefix = f"{layer_name}.experts."
+        expert = {k.removeprefix(prefix): t for k, t in ffns.items() if k.startswith(prefix)}
+        if upcycle and noise:
+            add_noise(layer, expert, noise, f"{seed} {prefix}")
     return kept
 
 
-def _check_upcycling(layers: dict[str, MoELayer], dense: dict[str, Tensor], source: str) -> None:
-    """Raise UserError for weights that have experts, and for gated experts: they have three
-    weights, a dense FFN has two."""
-    if any(".moe.experts." in key for key in dense):
-        raise UserError(f"{source}: has experts; MODEL.UPCYCLE makes experts of dense weights")
+def _check_gates(layers: dict[str, MoELayer], ffns: Collection[str], source: str) -> None:
+    """Raise UserError where experts are gated and the dense FFN is not: it has no third weight."""
     for name, layer in layers.items():
-        if layer.config.gated:
+        is_gated = f"{name}.experts.w3" in ffns
+        if layer.config.gated and f"{name}.experts.w1" in ffns and not is_gated:
             raise UserError(
                 f"{source}: cannot be copied to the experts of {name}: they are gated"
                 " (MODEL.MOE.GATED), and a dense FFN has no third weight"
@@ -198,7 +195,7 @@ def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """
     layers = moe_layers(model)
     tensors = dict(dense)
-    for target, tensor in _pop_ffns(tensors, layers).items():
+    for target, tensor in _pop_ffns(tensors, model).items():
         experts = _to_experts(tensor, layers[_layer_name(target)].shard)
         tensors[target] = experts.contiguous()
     return tensors
@@ -207,24 +204,20 @@ def to_experts(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 def has_dense_twin(name: str) -> bool:
     """Whether a parameter is also in the dense model, or is copied from it to experts. Parameters
     of routers and shared experts have no dense twin."""
-    return ".mlp.moe." not in name or ".mlp.moe.experts." in name
+    return ".moe." not in name or EXPERTS in name
 
 
-def _pop_ffns(dense: dict[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
+def _pop_ffns(dense: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Remove the FFNs of MoE blocks from `dense`, and return them under the names of the experts'
     parameters."""
     ffns = {}
-    for key in list(dense):
-        match = _DENSE_FFN.fullmatch(key)
-        if match is None:
+    for prefix, mlp in model.named_modules():
+        if not isinstance(mlp, MoEMlp):
             continue
-        layer = f"{match['block']}.mlp.moe"
-        if layer in layers:
-            tensor = dense.pop(key)
-            name = _IN_EXPERTS[match["name"]]
-            if name == "w2":  # stored transposed
-                tensor = tensor.t()
-            ffns[f"{layer}.experts.{name}"] = tensor
+        own = [key for key in dense if key.startswith(f"{prefix}.") and ".moe." not in key]
+        tensors = {key.removeprefix(f"{prefix}."): dense.pop(key) for key in own}
+        for name, tensor in as_expert(tensors, mlp.gate_last).items():
+            ffns[f"{prefix}{EXPERTS}{name}"] = tensor
     return ffns
 
 
@@ -233,9 +226,15 @@ def _layer_name(target: str) -> str:
     return target.rpartition(".experts.")[0]
 
 
-def _check_values(dense: dict[str, Tensor], source: str) -> None:
+def _check_values(dense: dict[str, Tensor], model: nn.Module, source: str) -> None:
     """Raise UserError for weights on which timm's filter fails, or whose errors it would hide."""
-    used = {name: tensor for name, tensor in dense.items() if not name.endswith(RECOMPUTED)}
+    expected = model.state_dict()  # counters of batch norms are integers there, too
+    used = {
+        name: tensor
+        for name, tensor in dense.items()
+        if not name.endswith(RECOMPUTED)
+        and (name not in expected or expected[name].is_floating_point())
+    }
     for name, tensor in used.items():
         if tensor.dtype not in _FLOATS:
             raise UserError(
@@ -257,17 +256,36 @@ def _to_experts(tensor: Tensor, shard: ExpertShard) -> Tensor:
 
 
 @torch.no_grad()
-def _add_noise(weight: nn.Parameter, shard: ExpertShard, std: float, seed: str) -> None:
-    """Add noise to weight [E, H, M], or [E, H/s, M] where s ranks share an expert.
+def upcycle_layer(layer: MoELayer, expert: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of one expert, as of `as_expert`, to this rank's experts."""
+    for name, tensor in expert.items():
+        layer.experts.get_parameter(name).copy_(_to_experts(tensor, layer.shard))
+
+
+@torch.no_grad()
+def add_noise(layer: MoELayer, expert: Mapping[str, Tensor], noise: float, seed: str) -> None:
+    """Add noise to the weights [E, H, M], or [E, H/s, M] where s ranks share an expert.
 
     The noise is drawn for one full expert at a time, so that it does not depend on s.
+
+    Args:
+        expert: the tensors that the experts are copies of.
+        noise: its standard deviation, in units of that of the copied weight.
+        seed: it depends on this, the name of the weight and the expert's number.
     """
-    shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
-    for e, expert in enumerate(weight):
-        digest = hashlib.sha256(f"{seed} {shard.first_expert + e}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-        noise = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)[shard.part]
-        expert.add_(noise.to(expert), alpha=std)
+    shard = layer.shard
+    for name, tensor in expert.items():
+        if not name.startswith("w"):
+            continue
+        std = noise * tensor.std().item()
+        weight = layer.experts.get_parameter(name)
+        shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
+        for e, one in enumerate(weight):
+            words = f"{seed}{name} {shard.first_expert + e}"
+            digest = hashlib.sha256(words.encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+            drawn = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)
+            one.add_(drawn[shard.part].to(one), alpha=std)
 
 
 def fit_head(
@@ -296,8 +314,7 @@ def fit_head(
     has_map = config.class_map or rows is not None
     if not has_map or not all(name in tensors for name in names):
         return tensors
-    bias = names[1]
-    num_pretrained, num_classes = len(tensors[bias]), len(expected[bias])
+    num_pretrained, num_classes = len(tensors[names[0]]), len(expected[names[0]])
     if not config.class_map:
         assert rows is not None
         if num_names not in (0, num_pretrained):

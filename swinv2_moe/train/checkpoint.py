@@ -31,7 +31,7 @@ from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_directory, parse_json, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
-from swinv2_moe.models.build import build_model, configured_windows, model_class
+from swinv2_moe.models.build import build_model, classifier_weight, configured_windows
 from swinv2_moe.models.bundled import located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
@@ -517,8 +517,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
     Raises:
         UserError: the checkpoint has no classifier.
     """
-    model = model_class(config.type)
-    weight = f"{model.classifier}.weight"
+    weight = classifier_weight(config)
     try:
         file = checkpoint.directory
         if file.is_dir():
@@ -529,7 +528,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
         raise UserError(
             f"checkpoint {checkpoint.directory}: has no classifier ({error})"
         ) from error
-    if len(shape) != 2:
+    if not shape:
         raise UserError(
             f"checkpoint {checkpoint.directory}: its classifier ({weight}) has shape {shape}"
         )

@@ -291,8 +291,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
 
 def _model_keys(model_type: str) -> tuple[str, ...]:
     """The beginnings of the keys that describe a model of this type."""
-    groups = (TRUNKS[model_type].group, "MOE")
-    return ("MODEL.TYPE", *(f"MODEL.{group}." for group in groups))
+    groups = filter(None, (TRUNKS[model_type].group, "MOE"))
+    return ("MODEL.TYPE", "MODEL.NAME", "MODEL.ARGS", *(f"MODEL.{group}." for group in groups))
 
 
 def trained_config(name: str) -> tuple[CfgNode, list[str]]:

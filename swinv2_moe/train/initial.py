@@ -8,7 +8,7 @@ a copy of the dense FFN, with copies of its moments. Routers and shared experts 
 random, and their moments are zero. Source: sparse upcycling, arXiv 2212.05055.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from swinv2_moe.models.hub import (
 )
 from swinv2_moe.models.positions import check_windows, compare_windows, windows_of_tables
 from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
+from swinv2_moe.models.timm_names import settings_of_timm
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
 from swinv2_moe.train.checkpoint import (
@@ -232,22 +233,6 @@ def _of_timm(content: Mapping, windows: list[int], line: str = "") -> TrainedWit
     return TrainedWith(values, windows, line)
 
 
-def settings_of_timm(described: Mapping) -> dict[str, object]:
-    """Configuration values from timm's pretrained_cfg, as `read_timm_config` has checked it."""
-    values: dict[str, object] = {}
-    for name in ("mean", "std"):
-        if described.get(name):
-            values[f"DATA.{name.upper()}"] = [float(number) for number in described[name]]
-    if described.get("interpolation") in ("nearest", "bilinear", "bicubic", "random"):
-        values["DATA.INTERPOLATION"] = described["interpolation"]
-    mode, ratio = described.get("crop_mode", "center"), described.get("crop_pct")
-    if mode == "squash":
-        values["TEST.CROP_RATIO"] = 0.0
-    elif mode in ("center", None) and ratio is not None and ratio <= 1:
-        values["TEST.CROP_RATIO"] = float(ratio)
-    return values
-
-
 def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode, list[str]]:
     """The configuration with the values of the weights for the keys that the user has not set.
 
@@ -274,7 +259,7 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
         config[group][last] = value
         taken.append(f"{key} {value}")
     group, windows = trunk_of(config).group, list(trained.windows)
-    trunk = config.MODEL[group]
+    trunk = trunk_group(config)
     configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
     may_change = not any(configured) and len(configured) == len(windows)
     here = configured_windows(model_config(config)) if windows else []
@@ -351,7 +336,7 @@ def load_pretrained(
                 )
     except UserError as error:
         hint = ""
-        if f"{model.classifier}." in str(error):
+        if any(name in str(error) for name in model.classifier_names()):
             hint = (
                 " (other classes? MODEL.CLASS_MAP new starts a new head, a file there takes over"
                 " some of its rows)"

@@ -30,7 +30,7 @@ from moe_core import (
     ignore_experts,
 )
 from moe_core.parallel import make_expert_groups
-from swinv2_moe.models.vit_moe import VisionTransformerMoE
+from swinv2_moe.models.timm_model import timm_model
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SHAPE = {"model_dim": 8, "hidden_dim": 8, "capacity_factor": 0.0, "top_k": 1}
@@ -96,12 +96,10 @@ def check_data_parallel(rank: int) -> None:
             check_gradients(model, 2)
     # the root knows its experts, or is refused
     layer = make_layer(group=make_expert_groups(2), num_experts=4, **SHAPE)
-    backbone = VisionTransformerMoE(
+    backbone = timm_model(
+        name="vit_tiny_patch16_224",
+        args="patch_size=4 embed_dim=8 depth=2 num_heads=2",
         img_size=16,
-        patch_size=4,
-        embed_dim=8,
-        depth=2,
-        num_heads=2,
         num_experts=4,
         moe_blocks=[[1]],
         expert_group=layer.group,

@@ -20,7 +20,7 @@ import torch
 from swinv2_moe.models import swin_moe, swinv2_moe
 
 TIMMS_NAME, TIMMS_VIT = "swinv2_tiny_window8_256", "vit_tiny_patch16_224"
-VIT = "vit_moe_tiny_patch16_224"
+VIT = "timm_moe"  # of TIMMS_VIT
 NANO, TINY, RELEASED = (
     "swinv2_moe_nano_window4_16",
     "swinv2_moe_tiny_window8_256",
@@ -94,6 +94,8 @@ class Conventions:
             kwargs.setdefault("num_experts", 0)
         if name == RELEASED:
             kwargs = REDUCED | kwargs
+        if name == VIT:
+            kwargs["name"] = TIMMS_VIT
         if "depths" in kwargs:
             kwargs.setdefault("moe_blocks", tuple((depth - 1,) for depth in kwargs["depths"]))
         return timm.create_model(name, **kwargs)

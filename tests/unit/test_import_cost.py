@@ -104,7 +104,6 @@ def alone(code: str) -> str:
     "name",
     [
         "quickstart_digits",
-        "vit_moe_digits",
         "tiny_imagenet/8expert",
         "in22k/swin_moe_base_window12_192_32expert",
     ],
@@ -185,9 +184,9 @@ def test_the_list_of_keys_needs_no_torch(run):
 
 
 def test_a_model_that_has_its_section_in_its_own_file_is_found(run):
-    code = "from swinv2_moe.models import section as s; del s.TRUNKS['vit_moe']"
+    code = "from swinv2_moe.models import section as s; del s.TRUNKS['swin_moe']"
     done = run(f"{code}; s.import_own_types(); print(*s.TRUNKS)")
-    assert done.stdout == "swinv2_moe swin_moe vit_moe\n"
+    assert done.stdout == "swinv2_moe timm swin_moe\n"
     assert "torch" in done.imported
 
 

@@ -59,7 +59,8 @@ def test_earlier_checkpoints_and_exports_keep_their_capacity(convert, make_check
 
 def test_a_vit_of_one_channel(convert, tmp_path):
     opts = ["DATA.CHANNELS", "1", "DATA.MEAN", "[0.5]", "DATA.STD", "[0.25]"]
-    opts += ["MODEL.VIT.DEPTH", "2", "MODEL.MOE.BLOCKS", "[[1]]", "TEST.CROP_RATIO", "0"]
+    sizes = "patch_size=4 embed_dim=64 depth=2 num_heads=4 global_pool=avg"
+    opts += ["MODEL.ARGS", sizes, "MODEL.MOE.BLOCKS", "[[1]]", "TEST.CROP_RATIO", "0"]
     config = load_config(CONFIGS / "vit_moe_digits.yaml", opts)
     model = build_model(model_config(config), 10).eval()
     write_weights(tmp_path / "ours", model, model.state_dict(), config.dump(), [])

@@ -25,7 +25,14 @@ INVARIANT = {
     "soft": {"router": "soft"},
     "expert choice in an image": {"router": "expert_choice", "choose_per_image": True},
 }
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+VIT = {
+    "name": "vit_tiny_patch16_224",
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+}
 
 
 def alone_and_together(model, size: int):
@@ -38,10 +45,10 @@ def alone_and_together(model, size: int):
 
 
 @pytest.mark.parametrize("kind", INVARIANT)
-@pytest.mark.parametrize("name", ["swinv2_moe", "vit_moe"])
+@pytest.mark.parametrize("name", ["swinv2_moe", "timm_moe"])
 def test_logits_do_not_depend_on_the_batch(name, kind, randomize):
     """Also where the tokens of an image do not divide by the experts (ViT: 17 tokens)."""
-    shape = {"swinv2_moe": SWIN, "vit_moe": VIT}[name]
+    shape = {"swinv2_moe": SWIN, "timm_moe": VIT}[name]
     options = shape | {"num_experts": 4, "moe": INVARIANT[kind]}
     model = randomize(timm.create_model(name, **options))
     torch.testing.assert_close(*alone_and_together(model, shape["img_size"]))

@@ -92,13 +92,20 @@ def test_dtype_and_device_of_creation_are_those_of_every_parameter(name):
 
 
 @pytest.mark.parametrize("how", ["init_weights", "load_state_dict", "assign"])
-@pytest.mark.parametrize("name", [*FORMS, "vit_moe_tiny_patch16_224"])
+@pytest.mark.parametrize("name", [*FORMS, "timm_moe"])
 def test_logits_after_deferred_initialisation(name, how, images, randomize):
     """They are those of a model that was never on the meta device. Parameters and buffers, those
     that no state dict has (masks and positions) among them, get their values."""
     options = SMALL
-    if name.startswith("vit"):
-        options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
+    if name == "timm_moe":
+        options = {
+            "name": "vit_tiny_patch16_224",
+            "img_size": 32,
+            "patch_size": 8,
+            "embed_dim": 16,
+            "depth": 4,
+            "num_heads": 2,
+        }
     plain = randomize(timm.create_model(name, dtype=torch.float64, **options)).eval()
     model = timm.create_model(name, device="meta", dtype=torch.float32, **options).eval()
     if how == "assign":  # the dtype is that of the state dict

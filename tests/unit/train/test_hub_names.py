@@ -90,7 +90,7 @@ def test_names_that_cannot_be_used(cache):
     for name, message in (
         ("timm:swinv2_tiny_window8_265.ms_in1k", f"no such model; did you mean timm:{TINY}"),
         ("timm:swinv2_tiny_window8_256.nothing", "no such model"),
-        ("timm:vit_moe_tiny_patch16_224", "has no weights of it at the hub"),
+        ("timm:swin_moe_small_window12_192", "has no weights of it at the hub"),
         ("hf-hub:a/b/c", "hf-hub:a/b/c: its weights are not in the cache and cannot be downloaded"),
     ):
         with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""A ViT with experts through every command: MODEL.TYPE is all that selects it."""
+"""A model of timm with experts through every command: MODEL.TYPE and MODEL.NAME select it."""
 
 import json
 import shutil
@@ -10,9 +10,10 @@ from tool_cases import ROOT, command
 from swinv2_moe.train.checkpoint import open_checkpoint
 
 CONFIG = ROOT / "configs" / "vit_moe_digits.yaml"
+ARGS = "patch_size=4 embed_dim=16 depth=2 num_heads=2 global_pool=avg"
 KEYS = (
     "DEVICE cpu DATA.NUM_WORKERS 0 DATA.BATCH_SIZE 16 PRINT_FREQ 1 TRAIN.WARMUP_EPOCHS 0"
-    " MODEL.VIT.EMBED_DIM 16 MODEL.VIT.DEPTH 2 MODEL.VIT.NUM_HEADS 2 MODEL.MOE.BLOCKS [[0,1]]"
+    " MODEL.MOE.BLOCKS [[0,1]]"
     " MODEL.MOE.NUM_EXPERTS 4 MODEL.MOE.CAPACITY_FACTOR 0 MODEL.MOE.GATE_NOISE 0"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 0 MODEL.DROP_PATH_RATE 0"
 )
@@ -20,8 +21,10 @@ LAYERS = ["blocks.0.mlp.moe", "blocks.1.mlp.moe"]
 
 
 def arguments(run, steps: int, batch_size: int = 16) -> list[str]:
+    file = run.parent / "timm.yaml"
+    file.write_text(f"BASE: [{CONFIG}]\nMODEL: {{ARGS: {ARGS}}}\n")
     opts = [*KEYS.split(), "DATA.BATCH_SIZE", str(batch_size), "TRAIN.MAX_STEPS", str(steps)]
-    return ["--cfg", str(CONFIG), "--output", str(run), "--opts", *opts]
+    return ["--cfg", str(file), "--output", str(run), "--opts", *opts]
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def run_tool(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def trained(start_ranks, tmp_path_factory):
     """A run of two steps in one process, to be read only."""
-    run = tmp_path_factory.mktemp("vit") / "run"
+    run = tmp_path_factory.mktemp("timm") / "run"
     (ended,) = start_ranks(1, "tools/train.py", *arguments(run, steps=2))
     assert (ended.status, ended.err) == (0, "")
     return run
@@ -81,7 +84,7 @@ def test_it_is_evaluated_and_inspected(trained, run_tool, tmp_path):
     out = run_tool("evaluate", "--resume", trained, "--output", tmp_path / "evaluation.json")
     assert "360" in out
     out = run_tool("convert_checkpoint", "inspect", trained)
-    assert "vit_moe, dim 16, depth 2, 16 px, 4 experts" in out
+    assert f"timm, vit_tiny_patch16_224, {ARGS}, 16 px, 4 experts" in out
 
 
 def test_its_routing_is_pictured(trained, run_tool, tmp_path):
@@ -121,7 +124,7 @@ def test_a_single_file_and_back(trained, run_tool, tmp_path):
     run_tool("convert_checkpoint", "export", "single", trained, "--output", file)
     run_tool("convert_checkpoint", "import", "single", file, "--output", tmp_path / "back")
     out = run_tool("convert_checkpoint", "inspect", tmp_path / "back")
-    assert "vit_moe" in out
+    assert "vit_tiny_patch16_224" in out
     tables = []
     for run in (trained, file):
         out = run_tool("evaluate", run, "--checkpoint", "latest")
