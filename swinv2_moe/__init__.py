@@ -38,8 +38,9 @@ def fit(
     data: str | os.PathLike,
     output: str | os.PathLike | None = None,
     opts: Mapping[str, object] | Sequence[object] = (),
+    **everyday: object,
 ) -> "Predictor":
-    """Fine-tune a model on a folder of pictures, as `swinv2-moe train --data` does.
+    """Fine-tune a model on a folder of pictures, as `swinv2-moe train FOLDER` does.
 
     Args:
         data: the folder: `train/` and `val/` with a folder for each class, `train/` alone, or
@@ -48,16 +49,19 @@ def fit(
             `data`.
         opts: keys and values that override what is chosen: a mapping, or a sequence of KEY, VALUE,
             KEY, VALUE, ...
+        everyday: the short options of `swinv2-moe train`: `epochs`, `size`, `batch`, `lr`,
+            `weights`, `experts`, `device`.
 
     Returns:
         The best model in validation, as `load` returns it.
 
     Raises:
-        TypeError: `opts` is a string.
+        TypeError: `opts` is a string, or an argument is unknown.
         swinv2_moe.errors.UserError: pictures or weights that cannot be used, too little memory for
             one picture, or as `load`.
         KeyboardInterrupt: the training was told to stop, and has saved its state.
     """
+    from swinv2_moe.config import EVERYDAY, everyday_opts
     from swinv2_moe.errors import UserError
     from swinv2_moe.input_paths import check_training
     from swinv2_moe.output import print_lines
@@ -65,7 +69,10 @@ def fit(
 
     if output is not None:
         output = os.fspath(output)
-    choice = choose(os.fspath(data), _pairs(opts), output)
+    for name in everyday:
+        if name not in EVERYDAY:
+            raise TypeError(f"fit() has no argument {name!r}; it has {', '.join(EVERYDAY)}")
+    choice = choose(os.fspath(data), everyday_opts(everyday, _pairs(opts)), output)
     config = choice.config
     continuation = shlex.join(["swinv2-moe", "train", config.OUTPUT])
     if os.path.exists(os.path.join(config.OUTPUT, "metrics.jsonl")):

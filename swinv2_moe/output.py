@@ -4,6 +4,7 @@ Names of files, classes, tensors and configurations come from others. They may h
 terminal, marks that reverse the reading direction, or the credentials of a URI.
 """
 
+import argparse
 import csv
 import io
 import re
@@ -22,6 +23,7 @@ _SECRET = re.compile(
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")
 _COMMAND = re.compile(r"(swinv2-moe|swinv2_moe|torchrun|python) \S")
+_COLUMNS = (60, 100)  # the least and the most that help takes
 _JOINERS = "\u200c\u200d"  # inside words of Persian and of Indian languages, and in emoji
 
 
@@ -78,6 +80,29 @@ def print_lines(*lines: object, file: TextIO | None = None, flush: bool = False)
         width = shutil.get_terminal_size().columns
         texts = [between_words(text, width) for text in texts]
     print(*texts, sep="\n", file=file, flush=flush)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help that ends lines between words. Indented lines of a description are commands, and stay
+    as they are."""
+
+    def __init__(self, prog: str) -> None:
+        least, most = _COLUMNS
+        columns = shutil.get_terminal_size().columns - 2
+        super().__init__(prog, width=min(max(columns, least), most))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        words = " ".join(text.split())
+        return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for paragraph in text.split("\n\n"):
+            if paragraph.startswith(" "):
+                lines += [paragraph, ""]
+            else:
+                lines += [*self._split_lines(paragraph, width), ""]
+        return "\n".join(lines).rstrip()
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:

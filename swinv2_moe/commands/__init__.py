@@ -14,6 +14,7 @@ import argparse
 import difflib
 import os
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -24,7 +25,7 @@ from swinv2_moe.output import print_lines
 from swinv2_moe.threads import choose_threads, limit_spinning
 
 COMMANDS = {  # the help of each command
-    "train": "train the model of a configuration, or continue a run",
+    "train": "train on a folder of pictures, or continue a run",
     "evaluate": "accuracy, classes and calibration of a checkpoint",
     "predict": "the classes of pictures, in a table or a file",
     "few-shot": "few-shot and nearest-neighbour accuracy of its features",
@@ -38,7 +39,7 @@ COMMANDS = {  # the help of each command
     "throughput": "images/s of a configuration, beside the dense model",
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
     "quickstart": "digits, with experts and dense, in 3 minutes",
-    "config": "keys of the configuration, with defaults and allowed values",
+    "config": "every setting, with its default and allowed values",
     "make-shards": "shards of a dataset, and their index",
     "stage": "copy shards to a local disk",
     "make-class-map": "which pretrained classes are classes of another dataset",
@@ -52,6 +53,14 @@ LEFT = {
     "sweep": "examples/sweep.py takes its plans: docs/how-to/evaluate.md",
     "workflow": "it only called other commands: docs/tutorial/first-model.md",
     "roofline": "torch.profiler and torch.utils.flop_counter do it: docs/how-to/evaluate.md",
+}
+# What the overview shows; `swinv2-moe more` has the other commands.
+GROUPS = {
+    "train": ("train", "quickstart", "detect", "config"),
+    "look": ("predict", "evaluate", "report", "watch"),
+    "ship": ("export", "convert-checkpoint"),
+    "data": ("make-shards",),
+    "cluster": ("plan-cluster",),
 }
 # Commands whose number of threads is set by `choose_threads`. Measurements use all cores. Commands
 # that start other commands leave the choice to them.
@@ -96,6 +105,9 @@ def main() -> None:
     if words[0] == "--version":
         print_lines(f"swinv2-moe {version('swinv2-moe')}")
         return
+    if words == ["more"]:
+        print_lines(*more().split("\n"))
+        return
     name = words[0].replace("_", "-")
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -126,13 +138,30 @@ def complete(line: str) -> None:
 
 
 def overview() -> str:
-    """The help of `swinv2-moe`."""
-    width = max(map(len, COMMANDS))
-    lines = ["usage: swinv2-moe COMMAND ...", "", "commands:"]
-    lines += [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    lines += [
-        "",
-        "`swinv2-moe COMMAND --help` lists the options of a command.",
-        'Completion in bash and zsh: eval "$(register-python-argcomplete swinv2-moe)"',
-    ]
+    """The help of `swinv2-moe`: the commands of GROUPS."""
+    lines = ["usage: swinv2-moe COMMAND ..."]
+    for group, names in GROUPS.items():
+        lines += ["", f"{group}:", *_help_of(names)]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`swinv2-moe train FOLDER` trains on your pictures: a folder for each class.",
+            "`swinv2-moe COMMAND --help` lists the options of a command.",
+            "`swinv2-moe more` lists the other commands.",
+        ]
+    )
+
+
+def more() -> str:
+    """The commands that the overview does not show."""
+    shown = {name for names in GROUPS.values() for name in names}
+    lines = ["more commands:", *_help_of(name for name in COMMANDS if name not in shown)]
+    lines += ["", "Completion in bash and zsh:"]
+    lines += ['  eval "$(register-python-argcomplete swinv2-moe)"']
     return "\n".join(lines)
+
+
+def _help_of(names: Iterable[str]) -> list[str]:
+    width = max(map(len, COMMANDS))
+    return [f"  {name:{width}}  {COMMANDS[name]}" for name in names]

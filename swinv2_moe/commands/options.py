@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import argcomplete
 from moe_core.files import atomic_write
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument, imported_files
-from swinv2_moe.output import printable
+from swinv2_moe.output import HelpFormatter, printable
 
 if TYPE_CHECKING:
     from swinv2_moe.tables import Console
@@ -43,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, **kwargs) -> None:
         super().__init__(
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             **kwargs,
         )
         add_import_argument(self)
@@ -71,7 +72,29 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument(option, default=default, help=shown, metavar=metavar, **more)
 
     def error(self, message: str) -> NoReturn:
+        message += self._similar_option(message)
         super().error(printable(message))  # a word may be the name of a file, by *
+
+    def _similar_option(self, message: str) -> str:
+        """The end of a message about an unknown option: the nearest option, or the key that has
+        this name."""
+        head, _, words = message.partition(": ")
+        unknown = [word for word in words.split() if word.startswith("--")]
+        if head != "unrecognized arguments" or not unknown:
+            return ""
+        from swinv2_moe.config.everyday import everyday_name
+        from swinv2_moe.config.load import similar_key
+
+        option = unknown[0].partition("=")[0]
+        own = [name for name in self._option_string_actions if name.startswith("--")]
+        word = option.removeprefix("--").replace("-", "_").upper()
+        key = similar_key(word) or ""
+        nearest = everyday_name(key)
+        if nearest not in own:
+            nearest = next(iter(difflib.get_close_matches(option, own, n=1)), None)
+            if key and "--opts" in own and (nearest is None or key.endswith(f".{word}")):
+                nearest = f"--opts {key} ..."
+        return f"; did you mean {nearest}?" if nearest else ""
 
     def format_help(self) -> str:
         self.epilog = "`swinv2-moe config` lists the configuration's keys and their values."
@@ -87,6 +110,14 @@ class CommandParser(argparse.ArgumentParser):
 def add_config_argument(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add --cfg."""
     parser.add_argument("--cfg", required=required, metavar="FILE", help=_CONFIG_HELP)
+
+
+def add_everyday_arguments(parser: CommandParser) -> None:
+    """Add the short options of EVERYDAY."""
+    from swinv2_moe.config import EVERYDAY
+
+    for name, option in EVERYDAY.items():
+        parser.add_argument(f"--{name}", metavar=option.metavar, help=option.help)
 
 
 def add_opts_argument(

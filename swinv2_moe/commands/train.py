@@ -1,10 +1,12 @@
-"""Fine-tune a model on a folder of pictures, or train the model of a configuration.
+"""Fine-tune a model on a folder of pictures, continue a run, or train the model of a configuration.
 
-    swinv2-moe train --data photos   # photos/train/CLASS/, photos/val/CLASS/ or photos/CLASS/
+    swinv2-moe train photos          # photos/CLASS/ with pictures
+    swinv2-moe train photos --epochs 20 --lr 1e-4
+    swinv2-moe train output/photos   # continues this run
     swinv2-moe train --cfg quickstart_digits --output output/digits
-    torchrun --nproc_per_node 2 -m swinv2_moe train --cfg quickstart_digits \\
-        --output output/digits2
-    swinv2-moe train output/digits   # continues it
+
+A folder holds a folder of pictures for each class, or train/ and val/ with such folders. Every
+setting that follows from the pictures is printed; the options below, or --opts, override it.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from swinv2_moe.commands.call import next_line, resume_command
 from swinv2_moe.commands.options import (
     CommandParser,
     add_config_argument,
+    add_everyday_arguments,
     add_opts_argument,
 )
 from swinv2_moe.errors import UserError
@@ -76,36 +79,52 @@ def continue_run(args: argparse.Namespace) -> None:
         UserError: RUN is no run, or other arguments name another one.
     """
     config = Path(args.run, "config.yaml")
+    if not config.is_file() and Path(args.run).is_dir() and args.cfg is None:
+        _take_as_data(args)
+        return
     for option in ("cfg", "output", "resume"):
         if getattr(args, option) is not None:
             raise UserError(
                 f"--{option} {getattr(args, option)}: RUN ({args.run}) gives it; leave it out"
             )
     if not config.is_file():
-        raise UserError(f"{args.run}: holds no run to continue (no config.yaml); --cfg begins one")
+        raise UserError(
+            f"{args.run}: neither a folder of pictures nor a run to continue (no config.yaml);"
+            " --cfg begins one"
+        )
     args.cfg, args.output, args.resume = str(config), args.run, "auto"
 
 
+def _take_as_data(args: argparse.Namespace) -> None:
+    """Take the folder FOLDER, which holds no run, for --data."""
+    if args.data is not None:
+        raise UserError(f"{args.run} and --data {args.data}: give one folder of pictures")
+    if Path(args.run, "checkpoints").is_dir() or Path(args.run, "meta.json").is_file():
+        raise UserError(f"{args.run}: holds no run to continue (no config.yaml)")
+    args.data, args.run = args.run, None
+
+
 def main() -> None:
-    parser = CommandParser(description=__doc__)
+    from swinv2_moe.config import EVERYDAY, everyday_opts
+
+    parser = CommandParser(__doc__, usage="swinv2-moe train FOLDER|RUN [options]")
     parser.add_argument(
         "run",
         nargs="?",
-        metavar="RUN",
-        help="a run to continue, with its configuration; without it, --data or --cfg begins one",
-    )
-    add_config_argument(parser, required=False)
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="the data set (DATA.PATH), such as a folder with train/ and val/. Without --cfg, a"
-        " pretrained model is fine-tuned on it, with settings that are printed; a folder with a"
-        " folder for each class will do then",
+        metavar="FOLDER|RUN",
+        help="a folder of pictures to train on, or a run to continue",
     )
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="the run directory (OUTPUT); without --cfg, by default output/NAME for --data NAME",
+        help="the run directory (OUTPUT); default for FOLDER: output/NAME",
+    )
+    add_everyday_arguments(parser)
+    add_config_argument(parser, required=False)
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="the data set (DATA.PATH) of --cfg; without --cfg the same as FOLDER",
     )
     add_opts_argument(parser)
     parser.add_argument(
@@ -124,15 +143,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.bind:
         raise UserError("--bind has left: `torchrun --numa-binding node` binds ranks to NUMA nodes")
+    args.opts = everyday_opts({name: getattr(args, name) for name in EVERYDAY}, args.opts)
     choice = None
     if args.run:
         continue_run(args)
     elif args.cfg is None and args.data is None:
         parser.error(
-            "--data PICTURES fine-tunes a model on a folder of pictures, --cfg FILE trains the"
-            " model of a configuration, RUN continues a run; one of them is required"
+            "FOLDER fine-tunes a model on a folder of pictures, RUN continues a run, --cfg FILE"
+            " trains the model of a configuration; one of them is required"
         )
-    elif args.cfg is None:
+    if args.cfg is None:
         choice = choice_for(args)
     is_main = os.environ.get("RANK", "0") == "0"
     largest = None

@@ -6,6 +6,7 @@ lists every key.
 """
 
 from swinv2_moe.config.checks import check_config, choices
+from swinv2_moe.config.everyday import EVERYDAY, everyday_opts
 from swinv2_moe.config.load import (
     as_opts,
     config_from_text,
@@ -30,6 +31,7 @@ from swinv2_moe.config.tree import (
 )
 
 __all__ = [
+    "EVERYDAY",
     "AllSections",
     "Change",
     "Schedule",
@@ -42,6 +44,7 @@ __all__ = [
     "config_from_text",
     "data_config",
     "default_config",
+    "everyday_opts",
     "flatten",
     "given_keys",
     "load_config",

@@ -14,13 +14,11 @@ from swinv2_moe.config.reference import describe, markdown
 from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import add_import_argument
-from swinv2_moe.output import print_lines
+from swinv2_moe.output import HelpFormatter, print_lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "prefix", nargs="?", metavar="PREFIX", help="a key, or the first words of keys"
     )

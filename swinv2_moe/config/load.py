@@ -36,6 +36,8 @@ _OTHER_WORDS = {
     "LEARNING_RATE": "TRAIN.BASE_LR",
     "WD": "TRAIN.WEIGHT_DECAY",
     "BATCH": "DATA.BATCH_SIZE",
+    "SIZE": "DATA.IMG_SIZE",
+    "IMAGE_SIZE": "DATA.IMG_SIZE",
     "WORKERS": "DATA.NUM_WORKERS",
     "RESOLUTION": "DATA.IMG_SIZE",
     "EXPERTS": "MODEL.MOE.NUM_EXPERTS",
@@ -359,7 +361,7 @@ def _checked(
                 f" {short(value, 200)}){nearest_key(name)}"
             )
         if not isinstance(group[key], CfgNode):
-            values[name] = _coerce(name, value, group[key], source)
+            values[name] = coerced(name, value, group[key], source)
         elif isinstance(value, dict):
             values |= _checked(value, group[key], f"{name}.", source)
         else:
@@ -379,7 +381,7 @@ def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
         group[key] = value
 
 
-def _coerce(name: str, value: object, default: object, source: str) -> object:
+def coerced(name: str, value: object, default: object, source: str = "") -> object:
     """Convert the value to the type of the default.
 
     '1e-3' and 1 become a float if the default is one. Tuples become lists. Nothing else is
@@ -401,7 +403,7 @@ def _coerce(name: str, value: object, default: object, source: str) -> object:
         element = 0  # lists that are empty by default hold block numbers
         if default:
             element = default[0]
-        return [_coerce(f"{name}[{i}]", item, element, source) for i, item in enumerate(value)]
+        return [coerced(f"{name}[{i}]", item, element, source) for i, item in enumerate(value)]
     if type(value) is not type(default):
         raise UserError(
             f"{source}{name} is {short(value, 200)} ({type(value).__name__}), it must be of type"
@@ -430,7 +432,15 @@ def _innermost(name: str, value: object) -> tuple[str, object]:
 
 
 def nearest_key(name: str) -> str:
-    """The end of a message about an unknown key: the nearest group or key.
+    """The end of a message about an unknown key: the group or key that `similar_key` finds."""
+    nearest = similar_key(name)
+    if nearest:
+        return f"; did you mean {nearest}?"
+    return "; `swinv2-moe config` lists every key"
+
+
+def similar_key(name: str) -> str | None:
+    """The nearest group or key.
 
     Letter case is ignored. A full name has precedence, then a usual word of other programs, then
     the last part of a name, first in the same group.
@@ -448,16 +458,16 @@ def nearest_key(name: str) -> str:
             by_word.setdefault(word, key)
     full_name = f"{group}.{last}".lstrip(".")
     if full_name in names:
-        return f"; did you mean {full_name}?"
+        return full_name
     known = _OTHER_WORDS.get(last, by_last_part.get(last))
     if known:
-        return f"; did you mean {known}?"
+        return known
     nearest = difflib.get_close_matches(full_name, sorted(names), n=1, cutoff=0.6)
     if nearest:
-        return f"; did you mean {nearest[0]}?"
+        return nearest[0]
     nearest = difflib.get_close_matches(last, by_last_part, n=1, cutoff=0.7)
     if nearest:
-        return f"; did you mean {by_last_part[nearest[0]]}?"
+        return by_last_part[nearest[0]]
     if last in by_word:
-        return f"; did you mean {by_word[last]}?"
-    return "; `swinv2-moe config` lists every key"
+        return by_word[last]
+    return None

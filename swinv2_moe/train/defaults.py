@@ -265,11 +265,13 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
+    num_experts = given.get("MODEL.MOE.NUM_EXPERTS")
+    copies = upcycle or ("weights" if num_experts else "")  # of dense weights
     if name.startswith("timm:"):
-        return _weights_of_timm(name, name, upcycle)
+        return _weights_of_timm(name, name, copies)
     architecture, class_names = _described(name)
     if architecture.startswith("swinv2_") and "moe" not in architecture:
-        weights = _weights_of_timm(name, f"timm:{architecture}", upcycle)
+        weights = _weights_of_timm(name, f"timm:{architecture}", copies)
         return weights._replace(class_names=class_names)
     trained, class_names = trained_config(name)
     values = flatten(trained)
@@ -284,6 +286,11 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
                 f"MODEL.UPCYCLE is {upcycle!r}: it makes experts of dense weights, and"
                 f" MODEL.PRETRAINED {name} has {experts}"
             )
+    if num_experts not in (None, trained.MODEL.MOE.NUM_EXPERTS):
+        raise UserError(
+            f"MODEL.MOE.NUM_EXPERTS is {num_experts}: MODEL.PRETRAINED {name} is {experts}; dense"
+            " weights of timm take any number"
+        )
     size = trained.DATA.IMG_SIZE
     line = f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
     return Weights(name, keys, line, class_names)
@@ -382,9 +389,10 @@ def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
         assert isinstance(depths, list)
         blocks = [list(range(1, depth, 2)) for depth in depths]
         keys["MODEL.MOE.BLOCKS"] = [[] for _ in blocks[:-2]] + blocks[-2:]
+        keys["MODEL.UPCYCLE"] = upcycle
         keys["MODEL.MOE.NUM_EXPERTS"] = 8
         keys["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 0.0
-        line = f"weights: {name}, each FFN copied to 8 experts in every other block"
+        line = f"weights: {name}, each FFN copied to experts in every other block"
     return Weights(name, keys, line)
 
 

@@ -8,7 +8,7 @@ a copy of the dense FFN, with copies of its moments. Routers and shared experts 
 random, and their moments are zero. Source: sparse upcycling, arXiv 2212.05055.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path

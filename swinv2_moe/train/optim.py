@@ -71,6 +71,8 @@ def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: float)
     Args:
         per_512: the learning rate for 512 images per step.
     """
+    if config.lr_scaling == "none":
+        return per_512
     ratio = config.batch_size * config.accumulation_steps * world_size / _REFERENCE_BATCH
     if config.lr_scaling == "sqrt":
         ratio = math.sqrt(ratio)

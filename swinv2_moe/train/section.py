@@ -179,9 +179,9 @@ class TrainConfig:
     )
     lr_scaling: str = option(
         "linear",
-        "how learning rates scale with the global batch: in proportion to it (`linear`) or to its"
-        " square root (`sqrt`)",
-        choices=("linear", "sqrt"),
+        "how learning rates scale with the global batch: in proportion to it (`linear`), to its"
+        " square root (`sqrt`), or not at all (`none`)",
+        choices=("linear", "sqrt", "none"),
         affects="rate",
     )
     warmup_lr: float = option(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.commands import COMMANDS, LEFT, main
+from swinv2_moe.commands import COMMANDS, GROUPS, LEFT, main
 from swinv2_moe.commands.call import command_line
 from swinv2_moe.commands.options import split_pairs
 from swinv2_moe.config import load_config
@@ -53,16 +53,23 @@ for name in COMMANDS:
     except SystemExit as stop:
         assert not stop.code, name
 """
+# Letters, or hyphens inside of a word, before and after the end of a line.
+BROKEN_WORD = re.compile(r"[a-z]-\n *[a-z]")
 
 
 def test_help_needs_no_torch():
     words = [sys.executable, "-c", WITHOUT_TORCH]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    columns = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=columns)
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.split("command ")[1:]
     helps = {name: text for name, _, text in (part.partition("\n") for part in printed)}
     for name in COMMANDS:
         assert helps[name].startswith(f"usage: swinv2-moe {name} ")
+        assert not BROKEN_WORD.search(helps[name])
+        for line in helps[name].splitlines():  # commands to copy are longer
+            assert len(line) <= 80 or line.startswith("    "), line
+    assert helps["train"].startswith("usage: swinv2-moe train FOLDER|RUN [options]")
     assert "tools/" not in done.stdout
     assert "data/make" not in done.stdout
 
@@ -81,14 +88,18 @@ def test_every_module_is_a_command_and_every_command_has_its_script():
         assert f'run("{name.replace("_", "-")}")' in scripts[name].read_text()
 
 
-def test_the_overview_lists_every_command(swinv2_moe):
+def test_the_overview_and_more_list_every_command(swinv2_moe):
     for words in ([], ["--help"], ["-h"]):
         status, out, err = swinv2_moe(*words)
         assert (status, err) == (0, "")
+        assert sum(map(len, GROUPS.values())) <= 12
+        others = swinv2_moe("more")[1]
+        in_sight = {name for names in GROUPS.values() for name in names}
         for name, text in COMMANDS.items():
-            assert f"{name} " in out
-            assert text in out
-        assert max(map(len, out.splitlines())) <= 100
+            line = f"\n  {name} "
+            assert (line in out, line in others) == (name in in_sight, name not in in_sight)
+            assert text in (out if name in in_sight else others)
+        assert max(map(len, (out + others).splitlines())) <= 80
     assert swinv2_moe("--version")[1].startswith("swinv2-moe ")
 
 

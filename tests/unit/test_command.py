@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import swinv2_moe
 from swinv2_moe.commands.call import next_line, program
 from swinv2_moe.commands.convert_checkpoint import written
-from swinv2_moe.config import load_config
+from swinv2_moe.config import EVERYDAY, default_config, everyday_opts, flatten, load_config
+from swinv2_moe.config.everyday import everyday_name
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_run, check_training
 from swinv2_moe.measure.run_record import read_run
@@ -60,6 +62,7 @@ def test_train_continues_a_run_by_its_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "config_from", lambda args: seen.append(args) or sys.exit())
     run = str(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train", run])
+    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="holds no run to continue"):
         train.main()
     (tmp_path / "config.yaml").touch()
@@ -75,6 +78,69 @@ def test_an_option_that_left(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--data", "pictures", "--bind", "none"])
     with pytest.raises(UserError, match="--bind has left: `torchrun --numa-binding node`"):
         import_module("swinv2_moe.commands.train").main()
+
+
+def test_train_takes_a_folder_of_pictures(tmp_path, monkeypatch):
+    train = import_module("swinv2_moe.commands.train")
+    seen = []
+    monkeypatch.setattr(train, "choice_for", lambda args: seen.append(args) or sys.exit())
+    words = ["train", str(tmp_path), "--epochs", "7", "--lr", "3e-4", "--weights", "none"]
+    monkeypatch.setattr(sys, "argv", [*words, "--opts", "SEED=2"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert (seen[0].data, seen[0].run, seen[0].output) == (str(tmp_path), None, None)
+    assert dict(zip(seen[0].opts[::2], seen[0].opts[1::2], strict=True)) == {
+        "TRAIN.EPOCHS": "7",
+        "TRAIN.BASE_LR": "0.0003",
+        "TRAIN.LR_SCALING": "none",
+        "MODEL.PRETRAINED": "",
+        "SEED": "2",
+    }
+    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path / "none")])
+    with pytest.raises(UserError, match="neither a folder of pictures nor a run"):
+        train.main()
+    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path), "--data", "other"])
+    with pytest.raises(UserError, match="give one folder of pictures"):
+        train.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "hint"),
+    [
+        ("train", "--epoch-count", "; did you mean --epochs?"),
+        ("train", "--learning-rate", "; did you mean --lr?"),
+        ("train", "--batch-size", "; did you mean --batch?"),
+        ("train", "--image-size", "; did you mean --size?"),
+        ("train", "--weight-decay", "; did you mean --opts TRAIN.WEIGHT_DECAY ...?"),
+        ("evaluate", "--epochs", "; did you mean --opts TRAIN.EPOCHS ...?"),
+        ("evaluate", "--chekpoint", "; did you mean --checkpoint?"),
+        ("evaluate", "--zzzz", "\n"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(name, option, hint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "run", option, "5"])
+    with pytest.raises(SystemExit):
+        import_module(f"swinv2_moe.commands.{name}").main()
+    line = capsys.readouterr().err.splitlines(keepends=True)[-1]
+    assert f"unrecognized arguments: {option}" in line
+    assert hint in line
+    assert ("did you mean" in line) == ("did you mean" in hint)
+
+
+def test_short_options_have_the_types_of_their_keys():
+    assert everyday_opts({"epochs": "5", "size": None}, ["SEED", "1"])[:2] == ["TRAIN.EPOCHS", "5"]
+    with pytest.raises(UserError, match=r"--epochs is 'x' \(str\), it must be of type int"):
+        everyday_opts({"epochs": "x"}, [])
+    with pytest.raises(UserError, match=r"--epochs is 5 and TRAIN.EPOCHS is 6: give one of them"):
+        everyday_opts({"epochs": "5"}, ["TRAIN.EPOCHS", "6"])
+    for name, option in EVERYDAY.items():
+        assert option.key in flatten(default_config()), name
+        assert everyday_name(option.key) == f"--{name}"
+
+
+def test_fit_names_its_arguments(tmp_path):
+    with pytest.raises(TypeError, match=r"fit\(\) has no argument 'epoch'; it has epochs, size"):
+        swinv2_moe.fit(tmp_path, epoch=3)
 
 
 def test_a_next_line_is_started_as_this_process_was(monkeypatch):

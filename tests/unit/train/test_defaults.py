@@ -313,6 +313,11 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     experts = choose(photos, [*opts, "MODEL.UPCYCLE", "weights"]).config
     assert experts.MODEL.MOE.NUM_EXPERTS == 8
     assert experts.MODEL.MOE.BLOCKS == [[], [], [1, 3, 5], [1]]
+    four = choose(photos, [*opts, "MODEL.MOE.NUM_EXPERTS", "4"]).config
+    assert (four.MODEL.MOE.NUM_EXPERTS, four.MODEL.UPCYCLE) == (4, "weights")
+    assert four.MODEL.MOE.BLOCKS == experts.MODEL.MOE.BLOCKS
+    none = choose(photos, [*opts, "MODEL.MOE.NUM_EXPERTS", "0"]).config
+    assert (none.MODEL.MOE.NUM_EXPERTS, none.MODEL.UPCYCLE) == (0, "")
 
 
 def test_experts_are_made_of_dense_weights(tmp_path):
@@ -325,6 +330,8 @@ def test_experts_are_made_of_dense_weights(tmp_path):
         f"MODEL.UPCYCLE is 'weights': it makes experts of dense weights, and MODEL.PRETRAINED"
         f" {run} has 4 experts"
     )
+    text = message(tmp_path / "photos", "MODEL.PRETRAINED", str(run), "MODEL.MOE.NUM_EXPERTS", "6")
+    assert text.startswith(f"MODEL.MOE.NUM_EXPERTS is 6: MODEL.PRETRAINED {run} is 4 experts;")
 
 
 def test_a_dense_run_goes_on_with_its_configuration(tmp_path):

@@ -73,11 +73,11 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
 
 def test_learning_rate_grows_with_the_root_of_the_batch():
     rates = {}
-    for scaling in ("linear", "sqrt"):
+    for scaling in ("linear", "sqrt", "none"):
         opts = ["DATA.BATCH_SIZE", "1024", "TRAIN.LR_SCALING", scaling]
         config = train_config(load_config("quickstart_digits", opts))
         rates[scaling] = scaled_learning_rate(config, 1e-3, world_size=8)
-    assert rates == {"linear": pytest.approx(16e-3), "sqrt": pytest.approx(4e-3)}
+    assert rates == {"linear": pytest.approx(16e-3), "sqrt": pytest.approx(4e-3), "none": 1e-3}
 
 
 def test_accumulation_beyond_an_epoch(make_config, tmp_path):
