@@ -5,8 +5,10 @@ load over training. Prints the mutual information of expert and patch in bits.
 
     swinv2-moe show-routing output/mine
     swinv2-moe show-routing output/mine --images holiday/
+    swinv2-moe show-routing bundled:tiny --images holiday/
 
---images replaces the validation images in the pictures.
+--images replaces the validation images in the pictures. Where the data set of the training is not
+on this machine, as with the package's model, the pictures are all that is made.
 """
 
 import argparse
@@ -47,6 +49,9 @@ def parse() -> argparse.Namespace:
 def show(results: dict, output: Path) -> None:
     console = Console()
     print_selection(console, results)
+    if not results["layers"]:
+        console.print(f"routing.png and routing.json in {output}; --data DIR also measures")
+        return
     console.print(
         f"{results['checkpoint']}, step {results['step']}: dropless, "
         f"{results['images']:,} validation images at {results['image_size']} px, "

@@ -27,6 +27,7 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.images import image_paths
+from swinv2_moe.data.section import DATASETS, DataConfig
 from swinv2_moe.data.sources import ImageFiles, Source, Sources, Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.routing_figures import classes_figure, load_figure
@@ -168,7 +169,9 @@ def draw_routing(
     `output`.
 
     Args:
-        images: files and folders of images for routing.png; empty: the validation images.
+        images: files and folders of images for routing.png; empty: the validation images. With
+            images, without `data`, and where the data set of the training is not here, routing.png
+            is all that is made.
         data, dataset, opts: as in `open_deployed`.
         count: number of images in routing.png, evenly spaced.
         limit: number of validation images to measure on, evenly spaced; None: all.
@@ -192,10 +195,18 @@ def draw_routing(
         directory = deployed.source.directory.parent.parent
         if (Path(resume) / "checkpoints").is_dir() or (directory / "metrics.jsonl").is_file():
             run = read_run(directory)
-        sources = load_sources(deployed.data, validation_only=True)
-        shown = _choose(images, count, sources, deployed)
+        sources = None
+        if not (images and data is None and _is_elsewhere(deployed.data)):
+            sources = load_sources(deployed.data, validation_only=True)
+        shown = _choose(images, count, sources)
         model = deployed.model(num_classes=0)
         pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))
+        painted = pictures_figure(
+            pictures, shown.labels, list(map(block_name, moe_layers(model))), num_experts
+        )
+        if sources is None:
+            _save({"routing.png": painted}, output)
+            return deployed.facts() | {"images": 0, "layers": {}, "figures": ["routing.png"]}
         all_images = len(sources.val)
         measured = Subset(sources.val, evenly_spaced(all_images, limit or all_images))
         layers, classes, unreadable = _count(model, measured, deployed)
@@ -205,7 +216,7 @@ def draw_routing(
         summaries[name] = layer.summary(classes, num_classes)
         tables[name] = class_table(np.concatenate(layer.images), classes, num_classes)
     figures = {
-        "routing.png": pictures_figure(pictures, shown.labels, list(layers), num_experts),
+        "routing.png": painted,
         "classes.png": classes_figure(tables, sources.class_names, summaries),
     }
     if run and run.layers:
@@ -228,13 +239,19 @@ class _Shown(NamedTuple):
     labels: list[str]
 
 
-def _choose(names: Sequence[str], count: int, sources: Sources, deployed: Deployed) -> _Shown:
+def _is_elsewhere(data: DataConfig) -> bool:
+    """Whether the data set is in a folder that is not on this machine."""
+    return DATASETS[data.dataset].needs_files and not os.path.exists(data.path)
+
+
+def _choose(names: Sequence[str], count: int, sources: Sources | None) -> _Shown:
     """`count` of the named images, or of the validation images if there are no names."""
     if names:
         files: Source = _files(names)
         chosen = Subset(files, evenly_spaced(len(files), count))
         labels = [Path(chosen.name(i)).stem for i in range(len(chosen))]
     else:
+        assert sources is not None
         chosen = Subset(sources.val, evenly_spaced(len(sources.val), count))
         labels = [sources.class_names[target] for target in chosen.targets]
     return _Shown(chosen, labels)

@@ -154,4 +154,4 @@ def test_no_signal_is_lost(run_processes):
 
 @pytest.mark.slow
 def test_no_signal_of_a_million_is_lost(run_processes):
-    run_processes(many_signals, 2, 500_000)
+    run_processes(many_signals, 2, 500_000, seconds=1200)  # also on a busy machine

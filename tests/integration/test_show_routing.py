@@ -58,6 +58,17 @@ def test_images_of_ones_own(show_routing, runs, tmp_path):
     assert json.loads((tmp_path / "routing.json").read_text()) == expected
 
 
+def test_the_packages_model_paints_pictures_alone(show_routing, tmp_path):
+    """Its data set is not here, so nothing is measured."""
+    Image.fromarray(np.full((70, 90, 3), 80, np.uint8)).save(tmp_path / "one.png")
+    output = ("--output", tmp_path / "out")
+    finished = show_routing("bundled:tiny", "--images", tmp_path / "one.png", *output)
+    assert (finished.status, finished.err) == (0, "")
+    assert finished.out.splitlines()[-1].endswith("; --data DIR also measures")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["routing.json", "routing.png"]
+    assert_one_line(show_routing("bundled:tiny", *output), "DATA.PATH is 'tiny-imagenet-200'")
+
+
 def test_a_checkpoint_on_its_own_and_other_data(show_routing, runs, tmp_path):
     shutil.copytree(runs / "experts" / "checkpoints" / "latest", tmp_path / "weights")
     (tmp_path / "out").mkdir()
