@@ -3,7 +3,7 @@
 
     python benchmarks/layer.py                     (about 12 minutes on two cores)
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
-    python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype --int8
+    python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
 
 A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1) and hidden dim (4 M), which for the
@@ -97,7 +97,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=["auto"], help="a layer with each of them"
     )
-    parser.add_argument("--int8", action="store_true", help="inference with experts in int8, too")
     parser.add_argument(
         "--same-dtype", action="store_true", help="ratios to the dense network in the same dtype"
     )
@@ -138,7 +137,6 @@ class Case:
         peers: bool,
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
-        int8: bool = False,  # also time inference with int8 experts
         gated: bool = False,
         check: bool = True,  # compare results with the reference first
     ) -> None:
@@ -157,8 +155,7 @@ class Case:
         )
         self.layer = MoELayer(config).to(device)
         self.layers: dict[str, MoELayer] = {}
-        self.only_in_inference: set[str] = set()
-        self._add_layers(kernels, int8)
+        self._add_layers(kernels)
         hidden = self.top_k * config.hidden_dim  # the same FLOPs as in the MoE layer
         if gated:
             dense: nn.Module = SwiGLU(model_dim, hidden)
@@ -192,7 +189,7 @@ class Case:
         if dtype == "float32" or device == "cpu":
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
 
-    def _add_layers(self, kernels: Sequence[str], int8: bool) -> None:
+    def _add_layers(self, kernels: Sequence[str]) -> None:
         """Add a layer for each of `kernels`. The first one is `self.layer`."""
         first = LAYER
         if kernels[0] != "auto":
@@ -200,14 +197,6 @@ class Case:
         self.layers[first] = self.layer
         for other in kernels[1:]:
             self.layers[f"{LAYER}, {other}"] = self._with_the_same_weights(kernels=other)
-        if not int8:
-            return
-        for name, layer in list(self.layers.items()):
-            name = f"{name}, int8"
-            self.layers[name] = self._with_the_same_weights(
-                kernels=layer.config.kernels, int8_inference=True
-            )
-            self.only_in_inference.add(name)
 
     def _add_peers(self) -> None:
         tokens = len(self.x)
@@ -301,11 +290,7 @@ class Case:
     def times(self, rounds: int) -> Measured:
         """Milliseconds of the forward pass in evaluation, without gradients, and of forward and
         backward in training."""
-        steps = {
-            name: partial(self.step, run)
-            for name, run in self.alternatives.items()
-            if name not in self.only_in_inference
-        }
+        steps = {name: partial(self.step, run) for name, run in self.alternatives.items()}
         return self._timed(self.alternatives, steps, rounds)
 
     def times_of_graphs(self, rounds: int) -> Measured:
@@ -472,7 +457,6 @@ def main() -> None:
                 peers,
                 peak=args.peak,
                 kernels=args.kernels,
-                int8=args.int8,
                 gated=args.gated,
             )
             results.measure(case, shape, dtype)

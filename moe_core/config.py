@@ -160,12 +160,6 @@ class MoEConfig:
         choices=KERNELS,
         affects="",
     )
-    int8_inference: bool = option(
-        False,
-        "without gradients in `moe_core.prepared` (evaluation), the experts' products use"
-        " 8-bit integers: up to twice as fast as bf16 on a CPU",
-        affects="accuracy",
-    )
     init_std: float | None = option(
         None,
         "standard deviation of the experts' initial weights (truncated normal)",

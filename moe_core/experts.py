@@ -18,7 +18,6 @@ from moe_core.context import expert_dtype
 from moe_core.ops import (
     DispatchPlan,
     ExpertWeights,
-    Int8Weights,
     casts_weights,
     empty,
     expert_ffn,
@@ -26,12 +25,10 @@ from moe_core.ops import (
     pack_weights,
     prefers_unpacked,
     product_dtype,
-    quantize_weights,
 )
 from moe_core.prepared import PreparedValue
 
 # The weights that a rank computes with.
-ComputedWeights = ExpertWeights | Int8Weights
 _MAX_PACKED = 1 << 28  # bytes; larger weights are packed only if they must be copied in any case
 
 
@@ -62,7 +59,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config, self.shard = config, shard or config.shard(0, 1)
         # Copies of the parameters in the dtype and memory layout of a kernel.
-        self._copies: PreparedValue[ComputedWeights] = PreparedValue()
+        self._copies: PreparedValue[ExpertWeights] = PreparedValue()
         # Within `cast_ahead`: the weights without biases, in the dtype of computation.
         self._casts: ExpertWeights | None = None
         shapes = _parameter_shapes(config)
@@ -160,7 +157,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         gather: Callable[[Tensor], Tensor] | None = None,
         num_gathered: int = 1,
-    ) -> ComputedWeights:
+    ) -> ExpertWeights:
         """The weights to compute with in `dtype`.
 
         Call this within the module's forward, after its hooks.
@@ -171,8 +168,7 @@ class Experts(nn.Module):
 
         Returns:
             The parameters, which the op casts. Within `prepared`, copies in `dtype` that are
-            gathered once. Without gradients the copies are also in the memory layout of a kernel,
-            or in int8 with `int8_inference`.
+            gathered once. Without gradients the copies are also in the memory layout of a kernel.
         """
         parameters = self.parameters_by_field
         used = self.averaged(parameters)
@@ -182,14 +178,10 @@ class Experts(nn.Module):
         may_pack = not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
         is_worth_packing = may_pack and num_bytes < _MAX_PACKED
-        in_int8 = may_pack and self.config.int8_inference
-        if gather is None and dtype == w1.dtype and not is_worth_packing and not in_int8:
+        if gather is None and dtype == w1.dtype and not is_worth_packing:
             return used
 
-        def copy() -> ComputedWeights:
-            if in_int8:
-                config, gathered = self.config, _gathered(parameters, gather)
-                return quantize_weights(gathered, dtype, config.activation, config.kernels)
+        def copy() -> ExpertWeights:
             return self._copy(_gathered(parameters, gather), dtype, may_pack)
 
         sources = parameters.tensors()
@@ -244,7 +236,7 @@ class Experts(nn.Module):
         self,
         x: Tensor,
         offsets: Tensor,
-        weights: Callable[[], ComputedWeights] | None = None,
+        weights: Callable[[], ExpertWeights] | None = None,
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
@@ -276,8 +268,7 @@ class Experts(nn.Module):
         if plan is None:
             return expert_ffn(x, used, offsets, *settings)
         casts = None
-        # Weights in int8, and those gathered from several ranks, have no casts.
-        if self._casts is not None and isinstance(used, ExpertWeights):
+        if self._casts is not None:  # weights that are gathered from several ranks have none
             is_own = used.w1 is self.w1
             if self.average is not None:  # which gives an alias
                 is_own = used.w1.data_ptr() == self.w1.data_ptr()
@@ -287,7 +278,7 @@ class Experts(nn.Module):
     def _prefers_parameters(self, x: Tensor, plan: DispatchPlan | None) -> bool:
         """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
         config = self.config
-        if plan is None or config.int8_inference or not self._copies.active:
+        if plan is None or not self._copies.active:
             return False
         kernel = (config.activation, config.kernels)
         return prefers_unpacked(x, self.w1, plan, *kernel)

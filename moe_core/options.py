@@ -15,11 +15,9 @@ from typing import Any
 CPU_KERNELS = (
     "amx",
     "avx512_bf16",
-    "avx512_vnni",
     "avx512",
     "avx2",
     "neon_bf16",
-    "neon_dotprod",
     "neon",
 )  # the fastest first
 KERNELS = ("auto", "triton", "torch", *CPU_KERNELS)  # MoEConfig.kernels

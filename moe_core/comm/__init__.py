@@ -1,11 +1,12 @@
 """One-sided communication between processes, and collectives that use it.
 
-1. `Channel`: put, signal, wait and flush to one other rank of a `ChannelGroup`.
+1. `Channel`: put, signal and wait with one other rank of a `ChannelGroup`.
 2. `Plan`: the steps of each rank in a collective. `check` rejects plans that are not safe, and
    `PlanRunner` runs them.
-3. `Collectives`: all-to-all, all-gather, reduce-scatter and all-reduce as plans.
+3. `Collectives`: all-to-all, all-gather and reduce-scatter as plans.
 
-They are for CPU tensors. Between GPUs torch's symmetric memory has such primitives.
+They are for CPU tensors of processes of one machine. Between GPUs torch's symmetric memory has such
+primitives.
 
 The layers are those of MSCCL++ (arXiv 2504.09014).
 """

@@ -1,4 +1,4 @@
-"""The all-to-all through channels: shared memory inside a node, messages between nodes."""
+"""The all-to-all through the shared memory of one machine."""
 
 # W ranks
 
@@ -10,28 +10,22 @@ from torch import Tensor
 from moe_core.comm.collectives import Collectives
 from moe_core.parallel.algorithm import Linear
 from moe_core.parallel.groups import ExpertGroup, RankSubset
-from moe_core.parallel.machine import ExchangeCost, LinkTraffic
+from moe_core.parallel.machine import ExchangeCost
 from moe_core.ranks import CollectiveError
 from moe_core.registry import register_all_to_all
 
 _log = logging.getLogger("moe_core")
-# The collectives of each group, by ranks per node.
-_collectives: WeakKeyDictionary[ExpertGroup, dict[int | None, Collectives]] = WeakKeyDictionary()
+_collectives: WeakKeyDictionary[ExpertGroup, Collectives] = WeakKeyDictionary()
 
 
 @register_all_to_all("channels")
 class Channels(Linear):
-    """The all-to-all through channels (moe_core.comm).
-
-    CPU ranks of a node copy through shared memory. With several nodes, rows are first sent to the
-    rank of this node that has the receiver's local rank, and from there in one message to the
-    receiver.
+    """The all-to-all of CPU processes of one machine through channels (moe_core.comm).
 
     The first instance of a group allocates the memory, in a collective. Later instances share it.
 
     Raises:
-        ValueError: the ranks do not form nodes, or their machines contradict ranks_per_node; they
-            run on GPUs. It is raised on all ranks.
+        ValueError: the ranks are on several machines or run on GPUs. It is raised on all ranks.
         RuntimeError: there is no C++ compiler or too little memory. It is raised on all ranks.
     """
 
@@ -43,7 +37,12 @@ class Channels(Linear):
             return
         if group.ranks.device.type != "cpu":
             raise ValueError("all_to_all 'channels' is for ranks on CPUs; on GPUs use 'linear'")
-        self.ranks = _ChannelRanks(group, _collectives_of(group, ranks_per_node))
+        if ranks_per_node is not None and ranks_per_node < group.size:
+            raise ValueError(
+                f"all_to_all 'channels' is for ranks of one machine, not for {group.size} with"
+                f" ranks_per_node ({ranks_per_node}); use 'linear'"
+            )
+        self.ranks = _ChannelRanks(group, _collectives_of(group))
 
     @classmethod
     def is_available(cls, group: ExpertGroup) -> bool:
@@ -56,7 +55,7 @@ class Channels(Linear):
         try:
             if group.ranks_per_node() < group.size:
                 return False
-            _collectives_of(group, group.size)
+            _collectives_of(group)
         except CollectiveError:
             raise
         except (ValueError, RuntimeError) as error:
@@ -66,16 +65,9 @@ class Channels(Linear):
 
     @staticmethod
     def cost(elements: float, group_size: int, ranks_per_node: int) -> ExchangeCost:
-        """The cost of an exchange. Inside a node rows use no link.
-
-        The sender copies the rows into slots, and the receiver copies them out. With several nodes
-        there are two more copies. The single copy of a rank's rows for itself is neglected.
-        """
-        num_nodes = group_size // ranks_per_node
-        if num_nodes == 1:
-            return ExchangeCost(copies=2)
-        between = elements * (num_nodes - 1) / num_nodes
-        return ExchangeCost((LinkTraffic(inter=between, inter_messages=num_nodes - 1),), copies=4)
+        """The sender copies the rows into slots, and the receiver copies them out. The single copy
+        of a rank's rows for itself is neglected."""
+        return ExchangeCost(copies=2)
 
 
 class _ChannelRanks(RankSubset):
@@ -99,11 +91,10 @@ class _ChannelRanks(RankSubset):
         return self._collectives.reduce_scatter(rows)
 
 
-def _collectives_of(group: ExpertGroup, ranks_per_node: int | None) -> Collectives:
+def _collectives_of(group: ExpertGroup) -> Collectives:
     """The group's collectives, ready for all-to-alls. The first call (by all ranks) makes them."""
-    made = _collectives.setdefault(group, {})
-    if ranks_per_node not in made:
-        collectives = Collectives(group.ranks, group.timeout, ranks_per_node)
+    if group not in _collectives:
+        collectives = Collectives(group.ranks, group.timeout)
         collectives.prepare_all_to_all()
-        made[ranks_per_node] = collectives
-    return made[ranks_per_node]
+        _collectives[group] = collectives
+    return _collectives[group]

@@ -1,8 +1,8 @@
 """Channels: one-sided communication between two ranks.
 
 In a `put` the sender copies into the receiver's buffer, without the receiver, and then signals. The
-receiver waits for the signal and reads. Ranks of one node copy through shared memory
-(`MemoryChannel`). Ranks of different nodes send messages (`PortChannel`).
+receiver waits for the signal and reads. All ranks are processes of one machine and copy through
+shared memory.
 
 Order: data that a rank wrote before its k-th `signal` on a channel is visible to the other rank
 after that rank's k-th `wait`. Signals are counted, so no signal is lost if the receiver waits late.
@@ -12,17 +12,14 @@ import ctypes
 import os
 import select
 import weakref
-from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from moe_core.comm.library import library
-from moe_core.comm.memory import find_node, share_memory, watch_processes
-from moe_core.comm.ports import Ports
+from moe_core.comm.memory import check_machine, share_memory, watch_processes
 from moe_core.ranks import CollectiveError, Ranks
 
 # The number of polls of a wait before it sleeps. They take about 10 us, less than a sleep. More
@@ -37,7 +34,6 @@ class _Group(ctypes.Structure):
 
     _fields_ = [
         ("segment", ctypes.c_void_p),
-        ("first_rank", ctypes.c_long),
         ("num_ranks", ctypes.c_long),
         ("rank", ctypes.c_long),
         ("buffer_bytes", ctypes.c_long),
@@ -54,21 +50,18 @@ class ChannelGroup:
     rank may use the group at a time.
 
     Args:
-        ranks: the ranks, on one or several machines.
+        ranks: the ranks, all on one machine.
         buffer_bytes: the size of each rank's buffer; rounded up to a multiple of 64.
         timeout: the timeout of every wait. A wait for a rank whose process has ended fails at once.
             After a failed wait the ranks are not synchronised, so every later operation of the
             group raises an error.
         purpose: describes the buffers in error messages; the same on all ranks.
-        ranks_per_node: the number of consecutive ranks that share memory, all on one machine; None:
-            all ranks of each machine.
 
     Attributes:
         buffer: this rank's buffer, a tensor of bytes.
-        node: the ranks that share memory with this one, including this rank.
 
     Raises:
-        ValueError: the ranks of a node are on several machines, or arguments differ between ranks.
+        ValueError: the ranks are on several machines, or arguments differ between ranks.
         RuntimeError: a rank has no C++ compiler or too little memory.
         All of them are raised on every rank.
     """
@@ -79,7 +72,6 @@ class ChannelGroup:
         buffer_bytes: int,
         timeout: timedelta = default_pg_timeout,
         purpose: str = "buffers",
-        ranks_per_node: int | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = ranks.size
@@ -87,40 +79,29 @@ class ChannelGroup:
         self.timeout = timeout
         self.buffer_bytes = -(-buffer_bytes // _ALIGNMENT) * _ALIGNMENT
         self._failure = ""
-        self.node = find_node(ranks, ranks_per_node)
+        check_machine(ranks)
         problem, segment_bytes = "", 0
         try:
-            segment_bytes = library().comm_segment_bytes(len(self.node), self.buffer_bytes)
+            segment_bytes = library().comm_segment_bytes(self.size, self.buffer_bytes)
         except RuntimeError as error:
             problem = str(error)
-        request = f"{purpose} of {self.buffer_bytes} bytes on nodes of {len(self.node)} ranks"
-        self._segment = share_memory(ranks, self.node, segment_bytes, request, problem)
-        processes = watch_processes(ranks, self.node)
+        request = f"{purpose} of {self.buffer_bytes} bytes"
+        self._segment = share_memory(ranks, segment_bytes, request, problem)
+        processes = watch_processes(ranks)
         weakref.finalize(self, _close, processes)
         self._processes = (ctypes.c_int * len(processes))(*processes)
         self._native = _Group(
             self._segment.data_ptr(),
-            self.node.start,
-            len(self.node),
+            self.size,
             self.rank,
             self.buffer_bytes,
-            _num_spins(len(self.node)),
+            _num_spins(self.size),
             timeout.total_seconds(),
             self._processes,
         )
         self.pointer = ctypes.addressof(self._native)  # the first argument of the C++ functions
         first = library().comm_buffer(self.pointer, self.rank) - self._segment.data_ptr()
         self.buffer = self._segment[first : first + self.buffer_bytes]
-        self._far = [rank for rank in range(self.size) if rank not in self.node]
-        self._ports: Ports | None = None
-        if self._far:
-            self._ports = Ports(ranks, self.buffer, timeout, self.fail)
-
-    @property
-    def ports(self) -> Ports:
-        """The ports to the ranks of other nodes."""
-        assert self._ports is not None, "all ranks share one node"
-        return self._ports
 
     def channel(self, peer: int) -> "Channel":
         """The channel to another rank.
@@ -128,9 +109,7 @@ class ChannelGroup:
         Raises:
             ValueError: `peer` is this rank, or not a rank of the group.
         """
-        if peer in self.node:
-            return MemoryChannel(self, peer)
-        return PortChannel(self, peer)
+        return Channel(self, peer)
 
     def barrier(self) -> None:
         """Wait until every rank has called this. All earlier writes are then visible.
@@ -139,8 +118,6 @@ class ChannelGroup:
             CollectiveError: a rank has ended or did not come within the timeout.
         """
         self.check_usable()
-        if self._far:
-            self.ports.barrier(self._far)
         late = library().comm_barrier(self.pointer)
         if late >= 0:
             self.fail_wait(f"barrier: rank {self.rank} heard nothing from rank {late}", late)
@@ -156,16 +133,16 @@ class ChannelGroup:
         raise CollectiveError(self._failure)
 
     def fail_wait(self, message: str, peer: int) -> NoReturn:
-        """`fail` for a wait for `peer`, a rank of this node; says whether its process has ended."""
+        """`fail` for a wait for `peer`; says whether its process has ended."""
         process = select.poll()
-        process.register(self._processes[peer - self.node.start], select.POLLIN)
+        process.register(self._processes[peer], select.POLLIN)
         if process.poll(0):
             self.fail(f"{message}, which has ended")
         self.fail(f"{message} within {self.timeout.total_seconds():g} s; has it ended?")
 
 
-class Channel(ABC):
-    """One-sided communication with one other rank of a group.
+class Channel:
+    """One-sided communication with one other rank of a group, through shared memory.
 
     Args:
         peer: the other rank.
@@ -203,85 +180,26 @@ class Channel(ABC):
                 f"put of bytes {dst_offset} to {end} by rank {self.group.rank} does not fit into"
                 f" the buffer of rank {self.peer} ({self.group.buffer_bytes} bytes)"
             )
-        self._put(dst_offset, src, signal)
+        library().comm_put(
+            self.group.pointer, self.peer, dst_offset, src.data_ptr(), src.nbytes, signal
+        )
 
     def signal(self) -> None:
         """Tell the peer that all earlier puts of this channel have arrived."""
         self.group.check_usable()
-        self._signal()
+        library().comm_signal(self.group.pointer, self.peer)
 
     def wait(self) -> None:
-        """Wait for the peer's next signal. Every signal ends one wait.
+        """Wait for the peer's next signal.
 
         Raises:
             CollectiveError: the peer has ended, or no signal came within the timeout.
         """
         self.group.check_usable()
-        self._wait()
-
-    def flush(self) -> None:
-        """Wait until all earlier puts and signals are sent. After that, this process may exit.
-
-        A put through memory is complete when it returns. A message to another node is sent when the
-        peer waits for it. So two ranks must not both flush before they wait for each other.
-
-        Raises:
-            CollectiveError: the peer did not come within the timeout.
-        """
-        self.group.check_usable()
-        self._flush()
-
-    @abstractmethod
-    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None: ...
-
-    @abstractmethod
-    def _signal(self) -> None: ...
-
-    @abstractmethod
-    def _wait(self) -> None: ...
-
-    @abstractmethod
-    def _flush(self) -> None: ...
-
-
-class MemoryChannel(Channel):
-    """A channel to a rank of the same node, through shared memory."""
-
-    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
-        library().comm_put(
-            self.group.pointer, self.peer, dst_offset, src.data_ptr(), src.nbytes, signal
-        )
-
-    def _signal(self) -> None:
-        library().comm_signal(self.group.pointer, self.peer)
-
-    def _wait(self) -> None:
         if library().comm_wait(self.group.pointer, self.peer):
             rank = self.group.rank
             message = f"wait: rank {rank} got no signal from rank {self.peer}"
             self.group.fail_wait(message, self.peer)
-
-    def _flush(self) -> None:
-        pass
-
-
-class PortChannel(Channel):
-    """A channel to a rank of another node, by messages. Puts are sent with the next signal."""
-
-    def _put(self, dst_offset: int, src: Tensor, signal: bool) -> None:
-        contents = src.detach().flatten().view(torch.uint8).clone()
-        self.group.ports.put(self.peer, dst_offset, contents)
-        if signal:
-            self._signal()
-
-    def _signal(self) -> None:
-        self.group.ports.signal(self.peer)
-
-    def _wait(self) -> None:
-        self.group.ports.wait(self.peer)
-
-    def _flush(self) -> None:
-        self.group.ports.flush(self.peer)
 
 
 def _close(descriptors: list[int]) -> None:

@@ -63,14 +63,12 @@ def check(plan: Plan) -> list[list[Contents]]:
         PlanError: the first fault, with its ranks and steps. Faults are: a peer or place that does
             not exist; a wait without a signal, or a signal without a wait; ranks that wait for each
             other in a cycle; a write or read of a slot that is not ordered relative to another
-            write; an output that is not written exactly once; a wait after the first output; a rank
-            that cannot know the number of rounds.
+            write; an output that is not written exactly once; a rank that cannot know the number of
+            rounds.
     """
     for rank, program in enumerate(plan.programs):
         for index, step in enumerate(program.steps):
             _check_places(plan, rank, step, where(plan, rank, index))
-            if step.action == "wait" and index > program.delivery:
-                raise PlanError(f"{where(plan, rank, index)}: a wait after the first output")
     _check_signals(plan)
     return _Play(plan).run()
 

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors as plans, on one or several machines."""
+"""Collectives of CPU tensors as plans, on one machine."""
 
 # P ranks, n rows, a row has any shape [...]
 
@@ -8,14 +8,11 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from moe_core.comm.memory import find_node
 from moe_core.comm.plan import Plan
 from moe_core.comm.plans import (
     linear_all_gather,
-    linear_all_reduce,
     linear_all_to_all,
     linear_reduce_scatter,
-    two_level_all_to_all,
 )
 from moe_core.comm.runner import SUM_DTYPES, PlanRunner
 from moe_core.ranks import Ranks
@@ -28,68 +25,36 @@ _LEAST_PIECE_BYTES = 2**12
 
 
 class Collectives:
-    """Collectives of CPU tensors through channels. All ranks must call each of them.
-
-    Inside a node, ranks copy through shared memory. Between nodes they send messages. With several
-    nodes the all-to-all has two levels: inside the node, then between nodes.
+    """Collectives of CPU tensors through shared memory. All ranks must call each of them.
 
     The first call of a collective creates its plan and shared memory. Results are written to `out`
     or are new tensors. They have no gradients. Sums are in the order of the ranks and in the dtype
     of the tensors, so they are the same on all ranks and in every run.
 
     Args:
-        ranks: the ranks, on one or several machines. Their process group is used to set up shared
-            memory, and for messages between nodes.
+        ranks: the ranks, all on one machine. Their process group is used to set up shared memory.
         timeout: the timeout of every wait for another rank.
-        ranks_per_node: the number of consecutive ranks that share memory, all on one machine; None:
-            all ranks of each machine.
 
     Raises, in every method:
         ValueError: a tensor is on a GPU, or its rows do not fit the splits; `out` has another shape
-            or dtype; the ranks of a node are on several machines (first call, on all ranks).
+            or dtype; the ranks are on several machines (first call, on all ranks).
         RuntimeError: no C++ compiler, or too little memory (first call, on all ranks).
         CollectiveError: a rank does not come within the timeout, or sends another number of rows.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        timeout: timedelta = default_pg_timeout,
-        ranks_per_node: int | None = None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, timeout: timedelta = default_pg_timeout) -> None:
         self.ranks = ranks
         self.timeout = timeout
-        self.ranks_per_node = ranks_per_node
         self._runners: dict[Callable[[int], Plan], PlanRunner] = {}
 
     def prepare_all_to_all(self) -> None:
-        """Create the plan of `all_to_all` and `all_to_all_v` now, on this thread."""
-        self._runner(self._all_to_all_plan)
+        """Create the plan of `all_to_all` and `exchange` now, on this thread."""
+        self._runner(linear_all_to_all)
 
     def all_to_all(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """rows [P * n, ...] by destination -> [P * n, ...] by source."""
         splits = self._equal_splits(rows)
         return self.exchange(rows, splits, splits, out)
-
-    def all_to_all_v(self, rows: Tensor, send: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """rows [sum(send), ...] by destination -> [sum(receive), ...] by source, and receive [P].
-
-        The messages contain the numbers of rows, so these need no separate exchange.
-
-        Args:
-            send: the number of rows for each rank [P].
-        """
-        rows = _checked(rows)
-        _check_splits(rows, send, self.ranks.size)
-        row_bytes = _row_bytes(rows)
-        if not row_bytes:
-            raise ValueError(f"rows of shape {list(rows.shape[1:])} have no bytes to be counted by")
-        runner = self._runner(self._all_to_all_plan)
-        arriving = runner.exchange(rows, [number * row_bytes for number in send])
-        receive = [num_bytes // row_bytes for num_bytes in arriving]
-        received = rows.new_empty(sum(receive), *rows.shape[1:])
-        runner.deliver(received, arriving)
-        return received, receive
 
     def exchange(
         self,
@@ -98,12 +63,16 @@ class Collectives:
         receive: Sequence[int],
         out: Tensor | None = None,
     ) -> Tensor:
-        """`all_to_all_v` with known numbers `receive` of rows from each rank [P]."""
+        """rows [sum(send), ...] by destination -> [sum(receive), ...] by source.
+
+        Args:
+            send, receive: the number of rows for each rank, and from each rank [P].
+        """
         rows = _checked(rows)
         _check_splits(rows, send, self.ranks.size)
         row_bytes = _row_bytes(rows)
         received = _result(rows, (sum(receive), *rows.shape[1:]), out)
-        self._runner(self._all_to_all_plan).run(
+        self._runner(linear_all_to_all).run(
             rows,
             [number * row_bytes for number in send],
             received,
@@ -128,35 +97,16 @@ class Collectives:
         self._runner(linear_reduce_scatter).run(rows, inputs, reduced, [reduced.nbytes])
         return reduced
 
-    def all_reduce(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of `values`, of any shape, over the ranks.
-
-        Every rank sends its values to every other rank, so this is for small tensors such as norms,
-        flags and counts.
-        """
-        values = _checked_for_sums(values)
-        summed = _result(values, values.shape, out)
-        self._runner(linear_all_reduce).run(values, [values.nbytes], summed, [values.nbytes])
-        return summed
-
     def _equal_splits(self, rows: Tensor) -> list[int]:
         size = self.ranks.size
         if len(rows) % size:
             raise ValueError(f"the number of rows ({len(rows)}) must be a multiple of {size} ranks")
         return [len(rows) // size] * size
 
-    def _all_to_all_plan(self, num_ranks: int) -> Plan:
-        node = find_node(self.ranks, self.ranks_per_node)
-        if len(node) in (1, num_ranks):
-            return linear_all_to_all(num_ranks)
-        return two_level_all_to_all(num_ranks, len(node))
-
     def _runner(self, make_plan: Callable[[int], Plan]) -> PlanRunner:
         if make_plan not in self._runners:
             plan = make_plan(self.ranks.size)
-            self._runners[make_plan] = PlanRunner(
-                plan, self.ranks, piece_bytes(plan), self.timeout, self.ranks_per_node
-            )
+            self._runners[make_plan] = PlanRunner(plan, self.ranks, piece_bytes(plan), self.timeout)
         return self._runners[make_plan]
 
 

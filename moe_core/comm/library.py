@@ -24,11 +24,6 @@ _ARGUMENTS = {
     "comm_wait": [c_void_p, c_long],
     "comm_barrier": [c_void_p],
     "comm_run": [c_void_p],
-    "comm_run_steps": [c_void_p, c_long, c_long, c_long],
-    "comm_stage": [c_void_p, c_long, c_long, c_void_p],
-    "comm_measure": [c_void_p],
-    "comm_run_exchange": [c_void_p],
-    "comm_run_delivery": [c_void_p],
 }
 
 

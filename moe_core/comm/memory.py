@@ -1,9 +1,8 @@
-"""Memory that the ranks of one node share, without a name in the file system.
+"""Memory that the ranks of one machine share, without a name in the file system.
 
-A node consists of consecutive ranks of one machine, usually all of them. The first rank of a node
-creates an anonymous file (memfd_create). The others open it through /proc/<pid>/fd while it exists.
-/dev/shm is not used. So a killed rank leaves no file behind, and the size limit of /dev/shm does
-not apply. The memory is counted as memory of the processes.
+The first rank creates an anonymous file (memfd_create). The others open it through /proc/<pid>/fd
+while it exists. /dev/shm is not used. So a killed rank leaves no file behind, and the size limit of
+/dev/shm does not apply. The memory is counted as memory of the processes.
 """
 
 import mmap
@@ -33,47 +32,23 @@ class _Offer:
     key: bytes = b""  # the last bytes of the file, which identify it
 
 
-def find_node(ranks: Ranks, ranks_per_node: int | None) -> range:
-    """The ranks of this rank's node. This is a collective.
-
-    Args:
-        ranks_per_node: the number of consecutive ranks of a node; None: all ranks of each machine.
-
-    Raises:
-        ValueError: ranks_per_node does not divide the group; or the ranks of a node are on several
-            machines or in several containers; or, without ranks_per_node, machines have different
-            numbers of ranks, or ranks that are not consecutive. It is raised on all ranks.
-    """
+def check_machine(ranks: Ranks) -> None:
+    """Raise ValueError, on all ranks, if they are on several machines or in several containers.
+    This is a collective."""
     place = (machine_identity(), socket.gethostname())
     places = ranks.gather_objects(place, "meeting of the ranks with channels")
-    machines = [machine for machine, _ in places]
-    hosts = ", ".join(host for _, host in places)
-    if ranks_per_node is None:
-        ranks_per_node = machines.count(machines[0])
-    if ranks_per_node < 1 or ranks.size % ranks_per_node:
+    if len({machine for machine, _ in places}) > 1:
+        hosts = ", ".join(host for _, host in places)
         raise ValueError(
-            f"the ranks of {ranks.description} do not form nodes of {ranks_per_node}: they are on"
-            f" {hosts}"
+            f"ranks 0 to {ranks.size - 1} of {ranks.description} cannot share memory: they must be"
+            f" on one machine and in one container, and they are on {hosts}; use another all_to_all"
         )
-    for first in range(0, ranks.size, ranks_per_node):
-        if len(set(machines[first : first + ranks_per_node])) > 1:
-            last = first + ranks_per_node - 1
-            raise ValueError(
-                f"ranks {first} to {last} of {ranks.description} cannot share memory: they must be"
-                f" on one machine and in one container, and all ranks are on {hosts}; use another"
-                " all_to_all"
-            )
-    first = ranks.rank // ranks_per_node * ranks_per_node
-    return range(first, first + ranks_per_node)
 
 
-def share_memory(
-    ranks: Ranks, node: range, num_bytes: int, request: str, problem: str = ""
-) -> Tensor:
-    """Map the same `num_bytes` zeros on every rank of a node. This is a collective of all nodes.
+def share_memory(ranks: Ranks, num_bytes: int, request: str, problem: str = "") -> Tensor:
+    """Map the same `num_bytes` zeros on every rank. This is a collective.
 
     Args:
-        node: the result of `find_node`.
         request: describes the memory. It must be the same on all ranks.
         problem: the reason why this rank cannot take part; "" if it can.
 
@@ -87,12 +62,12 @@ def share_memory(
     """
     descriptor = -1
     offer = _Offer(request, problem)
-    if ranks.rank == node.start and not problem:
+    if ranks.rank == 0 and not problem:
         descriptor, offer = _make_file(num_bytes, offer)
     try:
         offers = ranks.gather_objects(offer, "meeting of the ranks that share memory")
         _check_offers(ranks, offers)
-        memory, problem = _map(descriptor, offers[node.start], num_bytes)
+        memory, problem = _map(descriptor, offers[0], num_bytes)
         problems = ranks.gather_objects(problem, "mapping of shared memory")
         _check_problems(ranks, problems)
     finally:
@@ -102,19 +77,19 @@ def share_memory(
     return memory[:num_bytes]
 
 
-def watch_processes(ranks: Ranks, node: range) -> list[int]:
-    """A pidfd of each rank of the node, which is readable once the rank's process has ended; -1 if
-    the system has no pidfds (Linux before 5.3, some containers). This is a collective of all nodes.
+def watch_processes(ranks: Ranks) -> list[int]:
+    """A pidfd of each rank, which is readable once the rank's process has ended; -1 if the system
+    has no pidfds (Linux before 5.3, some containers). This is a collective.
 
     Raises:
-        CollectiveError: a rank of the node has ended.
+        CollectiveError: a rank has ended.
     """
     pids = ranks.gather_objects(os.getpid(), "exchange of process numbers")
     descriptors = []
-    for rank in node:
+    for rank, pid in enumerate(pids):
         descriptor = -1
         try:
-            descriptor = os.pidfd_open(pids[rank])
+            descriptor = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise CollectiveError(f"rank {rank} has ended ({ranks.description})") from error
         except OSError:
@@ -167,14 +142,14 @@ def _make_file(num_bytes: int, offer: _Offer) -> tuple[int, _Offer]:
 
 
 def _map(descriptor: int, offer: _Offer, num_bytes: int) -> tuple[Tensor | None, str]:
-    """Map the file of the node's first rank; returns the memory, or the reason for a failure."""
+    """Map the file of the first rank; returns the memory, or the reason for a failure."""
     path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
     opened = descriptor
     try:
         if descriptor < 0:
             opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.pread(opened, _KEY_BYTES, num_bytes) != offer.key:
-            return None, f"{path} is not the memory of the node's first rank"
+            return None, f"{path} is not the memory of the first rank"
         mapping = mmap.mmap(opened, num_bytes + _KEY_BYTES)
     except OSError as error:
         return None, f"{path}: {error.strerror}"

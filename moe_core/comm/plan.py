@@ -104,14 +104,6 @@ class Program:
         """Add an input or a slot to an output, or to a slot of this rank."""
         self.steps.append(Step("add", -1, source, destination))
 
-    @property
-    def delivery(self) -> int:
-        """The index of the first step that writes an output."""
-        for index, step in enumerate(self.steps):
-            if step.destination.kind == "output":
-                return index
-        return len(self.steps)
-
 
 @dataclass
 class Plan:

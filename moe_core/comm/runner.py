@@ -1,8 +1,4 @@
-"""Runs a plan. Inside a node, each rank runs its program in one call of the C++ interpreter.
-
-Puts, signals and waits between nodes use the group's ports. The steps between two of them are one
-call of the interpreter.
-"""
+"""Runs a plan: each rank runs its program in one call of the C++ interpreter."""
 
 # P ranks
 
@@ -11,7 +7,6 @@ from collections.abc import Sequence
 from ctypes import c_long, c_void_p
 from datetime import timedelta
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +31,6 @@ class _Run(ctypes.Structure):
         ("group", c_void_p),
         ("steps", c_void_p),
         ("num_steps", c_long),
-        ("delivery", c_long),
         ("num_slots", c_long),
         ("piece_bytes", c_long),
         ("dtype", c_long),
@@ -46,7 +40,6 @@ class _Run(ctypes.Structure):
         ("input_offsets", c_void_p),
         ("output", c_void_p),
         ("output_offsets", c_void_p),
-        ("output_bytes", c_void_p),
         ("failed_step", c_long),
         ("expected_bytes", c_long),
         ("arrived_bytes", c_long),
@@ -59,7 +52,6 @@ class PlanRunner:
     Args:
         piece_bytes: the size of a slot, a multiple of 64. Longer messages are sent in pieces.
         timeout: the timeout of every wait.
-        ranks_per_node: as in `ChannelGroup`.
 
     Raises:
         PlanError: the plan is not safe.
@@ -72,7 +64,6 @@ class PlanRunner:
         ranks: Ranks,
         piece_bytes: int,
         timeout: timedelta = default_pg_timeout,
-        ranks_per_node: int | None = None,
     ) -> None:
         if plan.num_ranks != ranks.size:
             raise ValueError(f"a plan of {plan.num_ranks} ranks for a group of {ranks.size}")
@@ -83,26 +74,20 @@ class PlanRunner:
         self.piece_bytes = piece_bytes
         buffer_bytes = 2 * plan.num_slots * (piece_bytes + _HEADER_BYTES)
         purpose = f"the plan {plan.name} ({plan.digest()}) with buffers"
-        self.group = ChannelGroup(ranks, buffer_bytes, timeout, purpose, ranks_per_node)
+        self.group = ChannelGroup(ranks, buffer_bytes, timeout, purpose)
         program = plan.programs[ranks.rank]
-        self._blocks = _blocks(program, self.group.node)
-        self._staging = torch.empty(piece_bytes + _HEADER_BYTES, dtype=torch.uint8)
         self._has_sums = any(step.action == "add" for step in program.steps)
-        self._awaits_delivery = False
         self._steps = _encode(program)
         self._input_offsets = (c_long * (plan.num_inputs + 1))()
         self._output_offsets = (c_long * (plan.num_outputs + 1))()
-        self._output_bytes = (c_long * plan.num_outputs)()
         self._run = _Run(
             group=self.group.pointer,
             steps=self._steps.data_ptr(),
             num_steps=len(program.steps),
-            delivery=program.delivery,
             num_slots=plan.num_slots,
             piece_bytes=piece_bytes,
             input_offsets=ctypes.addressof(self._input_offsets),
             output_offsets=ctypes.addressof(self._output_offsets),
-            output_bytes=ctypes.addressof(self._output_bytes),
         )
 
     def run(
@@ -122,45 +107,10 @@ class PlanRunner:
         """
         self._set_inputs(source, inputs)
         self._set_outputs(result, outputs)
-        if self._reaches_other_nodes:
-            self._run_round(0, until_delivery=True)
-            self._finish_rounds()
-        else:
-            self._check(library().comm_run(self._pointer))
-
-    def exchange(self, source: Tensor, inputs: Sequence[int]) -> list[int]:
-        """The first half of `run`, for outputs of unknown length.
-
-        Call `deliver` next. `source` must exist and not change until then.
-
-        Returns:
-            The bytes of each output.
-        """
-        self._set_inputs(source, inputs)
-        if self._reaches_other_nodes:
-            self._run_round(0, until_delivery=True)
-            library().comm_measure(self._pointer)
-        else:
-            self._check(library().comm_run_exchange(self._pointer))
-        self._awaits_delivery = True
-        arriving = list(self._output_bytes)
-        if min(arriving, default=0) < 0:
-            self.group.fail(f"{self.plan.name}: messages of {arriving} bytes arrive")
-        return arriving
-
-    def deliver(self, result: Tensor, outputs: Sequence[int]) -> None:
-        """The second half of `run`, after `exchange`."""
-        self._set_outputs(result, outputs)
-        self._awaits_delivery = False
-        if self._reaches_other_nodes:
-            self._finish_rounds()
-        else:
-            self._check(library().comm_run_delivery(self._pointer))
+        self._check(library().comm_run(ctypes.addressof(self._run)))
 
     def _set_inputs(self, source: Tensor, inputs: Sequence[int]) -> None:
         self.group.check_usable()
-        if self._awaits_delivery:
-            self.group.fail(f"{self.plan.name}: exchange was not followed by deliver")
         _check_messages("source", source, inputs, self.plan.num_inputs)
         if self._has_sums:
             if source.dtype not in SUM_DTYPES:
@@ -175,53 +125,6 @@ class PlanRunner:
         _check_messages("result", result, outputs, self.plan.num_outputs)
         self._run.output = result.data_ptr()
         self._output_offsets[:] = list(accumulate(outputs, initial=0))
-
-    @property
-    def _pointer(self) -> int:
-        return ctypes.addressof(self._run)
-
-    @property
-    def _reaches_other_nodes(self) -> bool:
-        return any(block.is_far for block in self._blocks)
-
-    def _finish_rounds(self) -> None:
-        """Deliver and run the remaining rounds, as `comm_run_delivery` does inside a node."""
-        self._run_round(0, until_delivery=False)
-        piece = 1
-        while piece < self._run.rounds:
-            self._run_round(piece, until_delivery=True)
-            self._run_round(piece, until_delivery=False)
-            piece += 1
-        self.group.ports.flush_all()  # a rank may end after its last run
-
-    def _run_round(self, piece: int, until_delivery: bool) -> None:
-        """Run the steps of a round before the delivery, or the steps from the delivery on."""
-        for block in self._blocks:
-            if (block.begin < self._run.delivery) != until_delivery:
-                continue
-            if block.is_far:
-                self._take_far_step(block.begin, piece)
-            else:
-                status = library().comm_run_steps(self._pointer, block.begin, block.end, piece)
-                self._check(status)
-        if not until_delivery:
-            self._run.round += 1
-
-    def _take_far_step(self, index: int, piece: int) -> None:
-        """Run a put, signal or wait between nodes."""
-        step = self.plan.programs[self.group.rank].steps[index]
-        ports = self.group.ports
-        if step.action == "wait":
-            ports.wait(step.peer)
-            return
-        if step.action == "put":
-            staging = self._staging
-            num_bytes = library().comm_stage(self._pointer, index, piece, staging.data_ptr())
-            first_slot = self._run.round % 2 * self.plan.num_slots
-            slot = first_slot + step.destination.index
-            ports.put(step.peer, slot * len(staging), staging[:num_bytes].clone())
-        if step.action == "signal" or step.with_signal:
-            ports.signal(step.peer)
 
     def _check(self, status: int) -> None:
         """Raise the error that corresponds to a status of the interpreter."""
@@ -254,27 +157,6 @@ def _check_messages(name: str, tensor: Tensor, sizes: Sequence[int], number: int
             f"{name} of {tensor.nbytes} bytes does not hold {number} messages of {list(sizes)}"
             " bytes"
         )
-
-
-class _Block(NamedTuple):
-    """Steps that run together: one step between nodes, or several steps inside a node."""
-
-    begin: int
-    end: int
-    is_far: bool
-
-
-def _blocks(program: Program, node: range) -> list[_Block]:
-    """All steps in order. No block has steps both before and after the start of the delivery."""
-    blocks: list[_Block] = []
-    for index, step in enumerate(program.steps):
-        is_far = step.peer >= 0 and step.peer not in node
-        continues = blocks and not is_far and not blocks[-1].is_far and index != program.delivery
-        if continues:
-            blocks[-1] = blocks[-1]._replace(end=index + 1)
-        else:
-            blocks.append(_Block(index, index + 1, is_far))
-    return blocks
 
 
 def _encode(program: Program) -> Tensor:

@@ -16,8 +16,6 @@ from moe_core.ops.ffn.op import (
     prefers_unpacked,
     product_dtype,
 )
-from moe_core.ops.int8_ffn.inputs import Int8Weights
-from moe_core.ops.int8_ffn.op import int8_ffn, quantize_weights
 from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
 from moe_core.ops.route.op import LinearLogits, RouteSettings, loss_of_sums, route
@@ -26,7 +24,6 @@ from moe_core.ops.soft.op import soft_combine, soft_dispatch
 __all__ = [
     "DispatchPlan",
     "ExpertWeights",
-    "Int8Weights",
     "LinearLogits",
     "RouteSettings",
     "casts_weights",
@@ -37,7 +34,6 @@ __all__ = [
     "empty",
     "expert_ffn",
     "expert_linear",
-    "int8_ffn",
     "inverse_plan",
     "loss_of_sums",
     "make_plan",
@@ -45,7 +41,6 @@ __all__ = [
     "pack_weights",
     "prefers_unpacked",
     "product_dtype",
-    "quantize_weights",
     "release_buffers",
     "route",
     "soft_combine",

@@ -26,9 +26,6 @@ from moe_core.options import CPU_KERNELS, KERNELS
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu", "clamped_swiglu")
 # The auxiliary losses whose sums the Triton router computes. The index is the number in the kernel.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
-# The most inputs of an int8 product whose sum of products, each at most 255 * 127, fits in int32.
-# The sums of pairs and of fours that the CPU's instructions compute on the way do not saturate.
-MOST_INT8_INPUTS = (2**31 - 1) // (255 * 127)
 _HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
 _FP32_AND_BF16 = (torch.float32, torch.bfloat16)
 _log = logging.getLogger("moe_core")
@@ -43,7 +40,6 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None = None
     gate_dtype: torch.dtype | None = None
     activation: str | None = None
-    num_inputs: int = 0  # the largest number of inputs of a product
 
 
 class Form(NamedTuple):
@@ -67,14 +63,6 @@ def _cpp_ffn(request: Request) -> bool:
         return False
     packed = library.packed_dtype(request.dtype, request.kernels)
     return request.weight_dtype in (*_FP32_AND_BF16, packed)
-
-
-def _cpp_int8(request: Request) -> bool:
-    return (
-        request.activation in KERNEL_ACTIVATIONS
-        and request.num_inputs <= MOST_INT8_INPUTS
-        and request.dtype in _FP32_AND_BF16
-    )
 
 
 def _in_fp32(request: Request) -> bool:
@@ -105,10 +93,6 @@ FORMS = {
         Form("triton", "ffn.triton", _triton_ffn),
         Form("cpp", "ffn.cpp", _cpp_ffn),
         Form("torch", "ffn.reference", _everything),
-    ),
-    "int8_ffn": (
-        Form("cpp", "int8_ffn.cpp", _cpp_int8),
-        Form("torch", "int8_ffn.reference", _everything),
     ),
 }
 

@@ -407,6 +407,8 @@ def candidates(
     for name, algorithm in ALL_TO_ALLS.items():
         if algorithm.by_node and not has_levels:
             continue
+        if algorithm.through_memory and num_nodes > 1:
+            continue
         if all_to_alls is None:
             is_tried = not algorithm.through_memory
         else:

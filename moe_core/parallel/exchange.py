@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
-from moe_core.experts import ComputedWeights, Experts
-from moe_core.ops import DispatchPlan, combine, dispatch, inverse_plan
+from moe_core.experts import Experts
+from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
 from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.chunks import ChunkLayout, plan_received
@@ -155,7 +155,7 @@ class Local(Exchange):
 
     def _weights(
         self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
-    ) -> Callable[[], ComputedWeights] | None:
+    ) -> Callable[[], ExpertWeights] | None:
         """A function that the experts call for the weights to use; None: their own weights."""
         return None
 
@@ -187,13 +187,13 @@ class GatheredWeights(Local):
 
     def _weights(
         self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
-    ) -> Callable[[], ComputedWeights]:
+    ) -> Callable[[], ExpertWeights]:
         return partial(self._gather, experts, dtype, call)
 
     def _gather(
         self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
-    ) -> ComputedWeights:
-        weights: ComputedWeights | None = None
+    ) -> ExpertWeights:
+        weights: ExpertWeights | None = None
         if self.group.take_gathered is not None:
             weights = self.group.take_gathered(experts, dtype, call)
         return weights or gather_weights(experts, self.group, 0, dtype, self.owners, call)

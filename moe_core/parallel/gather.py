@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_core.config import ExpertShard
 from moe_core.context import expert_dtype, first_derivative_only, in_backward
-from moe_core.experts import ComputedWeights, Experts
-from moe_core.ops import ExpertWeights, Int8Weights
+from moe_core.experts import Experts
+from moe_core.ops import ExpertWeights
 from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.comm_stream import Wait
 from moe_core.parallel.groups import ExpertGroup, RankSubset
@@ -30,7 +30,7 @@ def gather_weights(
     dtype: torch.dtype,
     owners: RankSubset | None = None,
     call: LayerCall | None = None,
-) -> ComputedWeights:
+) -> ExpertWeights:
     """The weights that this rank computes with under strategy r, in `dtype`.
 
     With r = 0 these are the weights of all experts, otherwise those of this rank's experts. If s
@@ -69,10 +69,7 @@ def gather_weights(
         return weights
     before = shard.part // num_gathered * b2.shape[1]
     after = config.model_dim - before - b2.shape[1]
-    padded = F.pad(b2, (before, after))
-    if isinstance(weights, Int8Weights):
-        return weights.with_b2(padded)
-    return weights._replace(b2=padded)
+    return weights._replace(b2=F.pad(b2, (before, after)))
 
 
 def join(gathered: Tensor, part: Tensor, num_experts: int) -> Tensor:

@@ -28,8 +28,7 @@ class ParallelStrategy:
             compute another.
         all_to_all: the name of an algorithm. "linear" sends a message to every rank. "2dh" sends
             inside the node first and then between nodes, in fewer and larger messages. "channels"
-            uses memory that the CPU processes of a node share, and messages between nodes. It also
-            supports a static exchange between the GPUs of one machine.
+            uses memory that CPU processes of one machine share.
             `moe_core.register_all_to_all` adds others.
         ranks_per_node: ranks of the group on each node; None: the value that torchrun sets.
         exchange: how many rows are sent. "counted": only existing rows. The ranks first tell each

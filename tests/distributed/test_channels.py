@@ -26,7 +26,6 @@ def puts_and_signals(rank: int) -> None:
         behind.wait()
         received = group.buffer[8:32].view(torch.int64)
         assert received.tolist() == [100 * turn + (rank - 1) % group.size] * 3
-        ahead.flush()
         group.barrier()
     for _ in range(5):  # signals that nobody waits for yet are counted
         ahead.signal()
@@ -104,7 +103,7 @@ def test_the_memory_has_no_name_and_goes_with_its_last_tensor(run_processes):
 
 def bad_input(rank: int) -> None:
     with pytest.raises(
-        ValueError, match=r"rank 0 asks for buffers of 64 bytes on .* and rank 1 for .*128"
+        ValueError, match=r"rank 0 asks for buffers of 64 bytes and rank 1 for .*128"
     ):
         ChannelGroup(world(), 64 * (1 + rank))
     patches.setattr(memory, "available_bytes", lambda: 2**20)
@@ -112,9 +111,7 @@ def bad_input(rank: int) -> None:
         ChannelGroup(world(), 2**21)
     patches.setattr(memory, "machine_identity", lambda: f"machine {rank}")
     with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* one machine and in one container"):
-        ChannelGroup(world(), 64, ranks_per_node=2)
-    with pytest.raises(ValueError, match="do not form nodes of 3"):
-        ChannelGroup(world(), 64, ranks_per_node=3)
+        ChannelGroup(world(), 64)
 
 
 def test_bad_input_is_refused_on_every_rank(run_processes):

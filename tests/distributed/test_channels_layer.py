@@ -71,29 +71,15 @@ def test_a_layer_gives_what_it_gives_with_linear(run_processes, world_size):
     run_processes(equals_linear, world_size, world_size)
 
 
-def equals_linear_over_nodes(rank: int, world_size: int) -> None:
-    group = make_expert_groups(world_size, ranks_per_node=2)
-    layer = make_layer(
-        dtype=torch.float32, group=group, num_experts=2 * world_size, top_k=2, **SHAPE
-    )
-    for degree, per_node in ((1, None), (2, 2), (1, 1)):
-        expected = step(layer, rank, ParallelStrategy(1, degree), 7 + rank)
-        strategy = ParallelStrategy(1, degree, "channels", per_node)
-        received = step(layer, rank, strategy, 7 + rank)
-        for name, value in expected.items():
-            assert torch.equal(received[name], value), (degree, per_node, name)
-
-
-def test_a_layer_over_nodes_gives_what_it_gives_with_linear(run_processes):
-    run_processes(equals_linear_over_nodes, 4, 4)
-
-
 def refusals(rank: int) -> None:
     group = make_expert_groups(2)
     rows = torch.arange(4.0)
     patches.setattr(memory, "machine_identity", lambda: f"machine {rank}")
     strategy = ParallelStrategy(1, 1, "channels", ranks_per_node=2)
     with pytest.raises(ValueError, match=r"ranks 0 to 1 of .* and in one container.*another"):
+        make_layer(group=group, num_experts=2, strategy=strategy)
+    strategy = ParallelStrategy(1, 1, "channels", ranks_per_node=1)
+    with pytest.raises(ValueError, match=r"one machine, not for 2 with ranks_per_node \(1\)"):
         make_layer(group=group, num_experts=2, strategy=strategy)
     patches.undo()
     # gloo remains usable, and so do channels where they work
@@ -167,6 +153,8 @@ def test_the_cost_model_prices_two_copies():
     assert {s.all_to_all for s in candidates(8, 8, 1)} == {"linear"}
     near = candidates(8, 8, 1, all_to_alls=["linear", "channels"])
     assert {s.all_to_all for s in near} == {"linear", "channels"}
+    far = candidates(8, 8, 2, all_to_alls=["linear", "channels"])
+    assert {s.all_to_all for s in far} == {"linear"}
     machine = PROFILES["h100"]
     shape = LayerShape(4096, 512, 2048, 8, 2, 1024.0, counts_first=False, training=False)
     rows_bytes = 8 * 1024 * 512 * 2

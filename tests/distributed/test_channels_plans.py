@@ -11,7 +11,6 @@ from moe_core.comm.plans import (
     linear_all_gather,
     linear_all_to_all,
     linear_reduce_scatter,
-    two_level_all_to_all,
 )
 from moe_core.comm.runner import PlanRunner
 from moe_core.parallel import CollectiveError
@@ -27,21 +26,15 @@ def message(source: int, target: int, turn: int) -> torch.Tensor:
 def exchanges(rank: int) -> None:
     ranks = world()
     size = ranks.size
-    plans = [linear_all_to_all(size), two_level_all_to_all(size, 2)]
-    runners = [PlanRunner(plan, ranks, 512) for plan in plans]  # pieces of 64 numbers
+    runner = PlanRunner(linear_all_to_all(size), ranks, 512)  # pieces of 64 numbers
     for turn in range(9):
         sent = [message(rank, target, turn) for target in range(size)]
         expected = [message(source, rank, turn) for source in range(size)]
         source, inputs = torch.cat(sent), [part.nbytes for part in sent]
         outputs = [part.nbytes for part in expected]
-        for runner in runners:
-            result = torch.full_like(torch.cat(expected), -1)
-            runner.run(source, inputs, result, outputs)
-            assert torch.equal(result, torch.cat(expected))
-            assert runner.exchange(source, inputs) == outputs
-            result.fill_(-1)
-            runner.deliver(result, outputs)
-            assert torch.equal(result, torch.cat(expected))
+        result = torch.full_like(torch.cat(expected), -1)
+        runner.run(source, inputs, result, outputs)
+        assert torch.equal(result, torch.cat(expected))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -74,8 +67,8 @@ def test_sums(run_processes, size):
 
 def disagreement(rank: int) -> None:
     ranks = world()
-    plan = linear_all_to_all(2) if rank else two_level_all_to_all(2, 1)
-    with pytest.raises(ValueError, match=r"rank 0 asks for the plan two-level .* and rank 1 for"):
+    plan = linear_all_to_all(2) if rank else ring_reduce_scatter(2)
+    with pytest.raises(ValueError, match=r"rank 0 asks for the plan ring .* and rank 1 for"):
         PlanRunner(plan, ranks, 512)
     with pytest.raises(ValueError, match="a plan of 3 ranks for a group of 2"):
         PlanRunner(linear_all_to_all(3), ranks, 512)
@@ -107,9 +100,6 @@ def bad_arguments(rank: int) -> None:
         with pytest.raises(ValueError, match=message):
             runner.run(*arguments)
     runner.run(rows, [8, 8], result, [8])
-    assert runner.exchange(rows, [8, 8]) == [8]
-    with pytest.raises(CollectiveError, match="exchange was not followed by deliver"):
-        runner.exchange(rows, [8, 8])
 
 
 def test_messages_that_do_not_fit_are_refused(run_processes):

@@ -43,14 +43,6 @@ inline void multiply(int c, int a, int b) {
       std::memcpy(&tiles[c][i][j], &sum, 4);
     }
 }
-// The same of four unsigned bytes of a and four signed ones of b.
-inline void multiply_bytes(int c, int a, int b) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++)
-      for (int k = 0; k < 16; k++)
-        for (int shift = 0; shift < 32; shift += 8)
-          tiles[c][i][j] += static_cast<uint8_t>(tiles[a][i][k] >> shift) * static_cast<int8_t>(tiles[b][k][j] >> shift);
-}
 
 }  // namespace emulated
 
@@ -58,6 +50,5 @@ inline void multiply_bytes(int c, int a, int b) {
 #define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
 #define _tile_zero(tile) emulated::zero(tile)
 #define _tile_dpbf16ps(c, a, b) emulated::multiply(c, a, b)
-#define _tile_dpbusd(c, a, b) emulated::multiply_bytes(c, a, b)
 #define _tile_loadconfig(config) ((void)(config))
 #define _tile_release() ((void)0)

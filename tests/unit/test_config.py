@@ -352,27 +352,21 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
     assert "list" in message
 
 
-def test_a_key_that_left_is_refused_but_in_recorded_configurations(tmp_path):
-    for key, reason in load._LEFT.items():
-        group, name = key.rsplit(".", 1)
-        text = yaml.safe_dump({group: {name: 5}})
-        assert config_from_text(text, "checkpoint RUN") == default_config()
-        assert f"this key has left, {reason}" in fails(file=write(tmp_path / "c.yaml", text))
-        assert fails(key, "17").endswith(f"{key} is '17': this key has left, {reason}")
-
-
-def test_a_value_that_left_is_refused_but_in_recorded_configurations(tmp_path):
-    for given, reason in load._LEFT_VALUES.items():
-        key, value = given.replace("'", "").split()
+def test_what_left_is_refused_but_in_recorded_configurations(tmp_path):
+    for left, reason in load._LEFT.items():
+        key, _, value = left.replace("'", "").partition(" ")
+        content: dict = {}
+        group = content
         *groups, name = key.split(".")
-        content: dict = {name: value}
-        for group in reversed(groups):
-            content = {group: content}
+        for outer in groups:
+            group = group.setdefault(outer, {})
+        group[name] = value or 5
         text = yaml.safe_dump(content)
         assert config_from_text(text, "checkpoint RUN") == default_config()
-        says = f"{key} is {value!r}: this value has left, {reason}"
-        assert fails(file=write(tmp_path / "c.yaml", text)).endswith(says)
-        assert fails(key, value).endswith(says)
+        says = f"this {'value' if value else 'key'} has left, {reason}"
+        assert says in fails(file=write(tmp_path / "c.yaml", text))
+        given = value or "17"
+        assert fails(key, given).endswith(f"{key} is {given!r}: {says}")
 
 
 @pytest.mark.parametrize(

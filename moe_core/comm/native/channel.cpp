@@ -29,10 +29,9 @@ long comm_wait(const Group* group, long peer) { return !wait(*group, kSignals, p
 // has heard of all. Every step acquires what the step before released, so all writes before the barrier are visible
 // after it. Returns -1, or the rank that did not come.
 long comm_barrier(const Group* group) {
-  const long local = group->rank - group->first_rank;
   for (long step = 1; step < group->num_ranks; step *= 2) {
-    const long ahead = group->first_rank + (local + step) % group->num_ranks;
-    const long behind = group->first_rank + (local - step + group->num_ranks) % group->num_ranks;
+    const long ahead = (group->rank + step) % group->num_ranks;
+    const long behind = (group->rank - step + group->num_ranks) % group->num_ranks;
     signal(*group, kBarrier, ahead);
     if (!wait(*group, kBarrier, behind)) return behind;
   }

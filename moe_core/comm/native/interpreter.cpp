@@ -36,7 +36,6 @@ struct Run {
   const Group* group;
   const Step* steps;
   long num_steps;
-  long delivery;  // the first step that writes an output
   long num_slots, piece_bytes, dtype;
   long round;   // of all runs so far
   long rounds;  // of this run: at first what this rank's messages need, at last what any rank's do
@@ -44,7 +43,6 @@ struct Run {
   const long* input_offsets;  // [inputs + 1] in bytes
   char* output;
   const long* output_offsets;  // [outputs + 1] in bytes
-  long* output_bytes;          // [outputs] written by run_exchange: what arrives
   long failed_step, expected_bytes, arrived_bytes;
 };
 
@@ -58,8 +56,8 @@ class Interpreter {
  public:
   Interpreter(Run& run, long piece) : run_(run), piece_(piece) {}
 
-  Status steps(long begin, long end) {
-    for (long i = begin; i < end; i++) {
+  Status steps() {
+    for (long i = 0; i < run_.num_steps; i++) {
       const Status status = step(run_.steps[i]);
       if (status != kDone) {
         run_.failed_step = i;
@@ -67,21 +65,6 @@ class Interpreter {
       }
     }
     return kDone;
-  }
-
-  // What a put would write to a slot: its header and its piece. Returns their bytes.
-  long stage(const Step& step, char* target) {
-    const Piece piece = read(step.source);
-    write(reinterpret_cast<Header*>(target), piece);
-    return static_cast<long>(sizeof(Header)) + piece.bytes;
-  }
-
-  void measure_outputs() {
-    for (long i = run_.delivery; i < run_.num_steps; i++) {
-      const Step& step = run_.steps[i];
-      if (step.action == kCopy && step.destination.kind == kOutput)
-        run_.output_bytes[step.destination.index] = read(step.source).message_bytes;
-    }
   }
 
  private:
@@ -165,39 +148,13 @@ class Interpreter {
 
 extern "C" {
 
-// The first piece of every message arrives. Fills in `output_bytes`.
-long comm_run_exchange(Run* run) {
-  Interpreter first(*run, 0);
-  const Status status = first.steps(0, run->delivery);
-  if (status == kDone) first.measure_outputs();
-  return status;
-}
-
-// The rest of the run, after run_exchange.
-long comm_run_delivery(Run* run) {
-  Status status = Interpreter(*run, 0).steps(run->delivery, run->num_steps);
-  run->round++;
-  for (long piece = 1; piece < run->rounds && status == kDone; piece++) {
-    status = Interpreter(*run, piece).steps(0, run->num_steps);
+// The first round tells how many there are.
+long comm_run(Run* run) {
+  Status status = kDone;
+  for (long piece = 0; (piece == 0 || piece < run->rounds) && status == kDone; piece++) {
+    status = Interpreter(*run, piece).steps();
     run->round++;
   }
   return status;
-}
-
-// For runner.py, which sends to other nodes itself: the steps of one round from `begin` to `end` in turn,
-long comm_run_steps(Run* run, long begin, long end, long piece) { return Interpreter(*run, piece).steps(begin, end); }
-
-// the slot's bytes of a put to another node,
-long comm_stage(Run* run, long step, long piece, char* target) {
-  return Interpreter(*run, piece).stage(run->steps[step], target);
-}
-
-// and `output_bytes`, after the first round's steps before the delivery.
-void comm_measure(Run* run) { Interpreter(*run, 0).measure_outputs(); }
-
-// Both.
-long comm_run(Run* run) {
-  const Status status = Interpreter(*run, 0).steps(0, run->delivery);
-  return status == kDone ? comm_run_delivery(run) : status;
 }
 }

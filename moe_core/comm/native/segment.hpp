@@ -1,6 +1,6 @@
-// The shared memory of the L ranks of one node, and the signals between them.
+// The shared memory of the P ranks of one machine, and the signals between them.
 //
-// Layout of the segment: counters [2, L, L] (lane, sender, receiver), then the buffers of the L ranks.
+// Layout of the segment: counters [2, P, P] (lane, sender, receiver), then the buffers of the P ranks.
 
 #pragma once
 
@@ -34,20 +34,19 @@ static_assert(sizeof(Counter) == 2 * kCacheLine, "no two ranks write one cache l
 // One rank's view of the segment. channel.py declares the same fields.
 struct Group {
   char* segment;
-  long first_rank, num_ranks;  // of the node; ranks are numbered over all nodes
-  long rank;
+  long num_ranks, rank;
   long buffer_bytes;  // of each rank's buffer
   long spins;         // how often a wait looks before it sleeps
   double timeout;     // seconds of a wait
   const int* processes;  // [num_ranks] a pidfd of each rank; -1: none
 
   Counter& counter(Lane lane, long from, long to) const {
-    const long row = lane * num_ranks + from - first_rank;
-    return reinterpret_cast<Counter*>(segment)[row * num_ranks + to - first_rank];
+    const long row = lane * num_ranks + from;
+    return reinterpret_cast<Counter*>(segment)[row * num_ranks + to];
   }
   char* buffer(long owner) const {
     const long counters = kNumLanes * num_ranks * num_ranks * sizeof(Counter);
-    return segment + counters + (owner - first_rank) * buffer_bytes;
+    return segment + counters + owner * buffer_bytes;
   }
 };
 
@@ -87,7 +86,7 @@ inline void signal(const Group& group, Lane lane, long to) {
 
 // A pidfd is readable once its process has ended. poll ignores -1.
 inline bool has_ended(const Group& group, long rank) {
-  pollfd process = {group.processes[rank - group.first_rank], POLLIN, 0};
+  pollfd process = {group.processes[rank], POLLIN, 0};
   return poll(&process, 1, 0) == 1 && (process.revents & POLLIN);
 }
 

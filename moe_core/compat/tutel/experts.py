@@ -17,7 +17,7 @@ from moe_core.compat.tutel.activations import KnownActivation, recognise
 from moe_core.compat.tutel.groups import create_groups_from_world
 from moe_core.compat.tutel.net import zero_gather
 from moe_core.config import ExpertShard, MoEConfig
-from moe_core.experts import ComputedWeights, Experts
+from moe_core.experts import Experts
 from moe_core.ops import DispatchPlan, ExpertWeights
 from moe_core.parallel.gather import gather_weights
 from moe_core.prepared import PreparedValue
@@ -73,7 +73,7 @@ class FusedExpertsNetwork(Experts):
         self.sharded_count = sharded_count
         self.output_dim = output_dim or model_dim
         self._make_parameters(has_fc1_bias, has_fc2_bias)
-        self._copies: PreparedValue[ComputedWeights] = PreparedValue()
+        self._copies: PreparedValue[ExpertWeights] = PreparedValue()
         self._casts = None
         self.reset_parameters()
 
@@ -157,7 +157,7 @@ class FusedExpertsNetwork(Experts):
         self,
         x: Tensor,
         context: Any,
-        weights: Callable[[], ComputedWeights] | None = None,
+        weights: Callable[[], ExpertWeights] | None = None,
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
     ) -> Tensor:
@@ -169,7 +169,6 @@ class FusedExpertsNetwork(Experts):
         if isinstance(context, Tensor):
             return super().forward(x, context, weights, gates, plan)
         used = gather_weights(self, context.expert_group, context.adaptive_degree, x.dtype)
-        assert isinstance(used, ExpertWeights), "its configuration has no int8_inference"
         hidden = x @ used.w1.to(x.dtype).transpose(1, 2)
         if used.b1 is not None:
             hidden = hidden + used.b1.to(x.dtype).unsqueeze(1)

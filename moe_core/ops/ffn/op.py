@@ -31,8 +31,6 @@ from moe_core.ops.ffn.inputs import (
 )
 from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.reference import feed_forward
-from moe_core.ops.int8_ffn.inputs import Int8Weights
-from moe_core.ops.int8_ffn.op import int8_ffn
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan
 
 _UNFUSED = "ffn.reference"  # the form without dispatch and combine
@@ -40,7 +38,7 @@ _UNFUSED = "ffn.reference"  # the form without dispatch and combine
 
 def expert_ffn(
     rows: Tensor,
-    weights: ExpertWeights | Int8Weights,
+    weights: ExpertWeights,
     offsets: Tensor,
     activation: str = "gelu",
     dropout: float = 0.0,
@@ -51,8 +49,7 @@ def expert_ffn(
     Args:
         rows: [N, M], the rows of expert 0 first. The computation is in their dtype.
         weights: may have another dtype than the rows. Their gradients have the dtype of the
-            weights. If no gradients are needed, the weights may be packed (`pack_weights`) or in
-            int8 (`quantize_weights`, without dropout).
+            weights. If no gradients are needed, the weights may be packed (`pack_weights`).
         offsets: [E] int32, the end of each expert's rows.
         activation: a name in moe_core.registry.ACTIVATIONS; for gated experts also a name in
             GATED_ACTIVATIONS.
@@ -66,8 +63,6 @@ def expert_ffn(
         ValueError: the shapes or dtypes of the weights do not match each other, the rows or the
             offsets; the activation is unknown; or packed weights cannot be used here.
     """
-    if isinstance(weights, Int8Weights):
-        return int8_ffn(rows, weights, offsets, activation, kernels)
     weights.check(activation, rows.shape[1], len(offsets))
     form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
     if in_transform(rows) or form == _UNFUSED:
@@ -81,7 +76,7 @@ def expert_ffn(
 def moe_ffn(
     tokens: Tensor,
     gates: Tensor | None,
-    weights: ExpertWeights | Int8Weights,
+    weights: ExpertWeights,
     plan: DispatchPlan,
     activation: str = "gelu",
     dropout: float = 0.0,
@@ -105,7 +100,7 @@ def moe_ffn(
     Raises:
         ValueError: as `expert_ffn`.
     """
-    if isinstance(weights, ExpertWeights) and not in_transform(tokens):
+    if not in_transform(tokens):
         weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
         form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
         if form != _UNFUSED:

@@ -29,43 +29,33 @@ class InstructionSet(NamedTuple):
 _AVX2 = "-mavx2 -mfma"
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl"
 _AVX512_CPU = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-_VNNI = f"{_AVX512} -mavx512vnni"
-_VNNI_CPU = _AVX512_CPU | {"avx512_vnni"}
-_AMX_CPU = _VNNI_CPU | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+_BF16_CPU = _AVX512_CPU | {"avx512_bf16"}
 # Sorted by speed: the first set that a CPU has is the fastest.
 SETS = (
     InstructionSet(
         "amx",
         "AMX",
         "x86_64",
-        _AMX_CPU,
-        f"{_VNNI} -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
+        _BF16_CPU | {"amx_tile", "amx_bf16"},
+        f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16",
     ),
     InstructionSet(
         "avx512_bf16",
         "AVX-512 bf16",
         "x86_64",
-        _VNNI_CPU | {"avx512_bf16"},
-        f"{_VNNI} -mavx512bf16",
+        _BF16_CPU,
+        f"{_AVX512} -mavx512bf16",
         # bf16 takes 1.3 to 1.7 times as long as in products of fp32: docs/log.md
         slow_on=frozenset({"GenuineIntel"}),
     ),
-    InstructionSet("avx512_vnni", "AVX-512 VNNI", "x86_64", _VNNI_CPU, _VNNI),
     InstructionSet("avx512", "AVX-512", "x86_64", _AVX512_CPU, _AVX512),
     InstructionSet("avx2", "AVX2", "x86_64", frozenset({"avx2", "fma"}), _AVX2),
     InstructionSet(
         "neon_bf16",
         "NEON bf16",
         "aarch64",
-        frozenset({"asimd", "asimddp", "bf16"}),
-        "-march=armv8.2-a+dotprod+bf16",
-    ),
-    InstructionSet(
-        "neon_dotprod",
-        "NEON dotprod",
-        "aarch64",
-        frozenset({"asimd", "asimddp"}),
-        "-march=armv8.2-a+dotprod",
+        frozenset({"asimd", "bf16"}),
+        "-march=armv8.2-a+bf16",
     ),
     InstructionSet("neon", "NEON", "aarch64", frozenset({"asimd"}), "-march=armv8-a"),
 )

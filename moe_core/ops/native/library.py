@@ -28,13 +28,11 @@ from moe_core.ops.native.instruction_sets import InstructionSet, sets_of_cpu
 
 _NAMES = (
     "ffn.cpp",
-    "ffn_int8.cpp",
     "rows.cpp",
     "plan.cpp",
     "route.cpp",
     "attention.cpp",
     "ffn.hpp",
-    "ffn_int8.hpp",
     "ffn_work.hpp",
     "activations.hpp",
     "product.hpp",
@@ -153,8 +151,6 @@ def _opened(path: Path) -> ctypes.CDLL:
         library.experts_forward,
         library.experts_backward,
         library.bf16_product_bytes,
-        library.int8_space,
-        library.int8_weight_words,
         library.attention_space,
     )
     for function in functions:

@@ -1,8 +1,8 @@
-// Products of matrices on a CPU, in fp32, in bf16 or of integers.
+// Products of matrices on a CPU, in fp32 or in bf16.
 //
 // Both operands are packed into blocks of 16 x 16 words of 32 bits that lie one after the other. So the loops read
-// memory in order, whatever its layout was, and one type becomes the other on the way. A word is one fp32 number, or the
-// numbers that follow each other along the contracted dimension k: two in bf16 or int16, four of 8 bits.
+// memory in order, whatever its layout was, and one type becomes the other on the way. A word is one fp32 number, or two
+// bf16 numbers that follow each other along the contracted dimension k.
 
 #pragma once
 
@@ -23,17 +23,6 @@ constexpr bool kPairs = true;  // an instruction adds products of two pairs of b
 constexpr bool kPairs = false;
 #endif
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
-using Int8Product = int8_t;  // an instruction adds products of four pairs of bytes
-#else
-using Int8Product = int16_t;
-#endif
-#if defined(__ARM_FEATURE_DOTPROD)
-constexpr bool kSignedRows = true;  // it takes signed bytes alone; those of x86 take unsigned ones times signed ones
-#else
-constexpr bool kSignedRows = false;
-#endif
-
 // The type in which rows of type T are multiplied.
 template <class T>
 using ProductType = std::conditional_t<kPairs, T, float>;
@@ -44,15 +33,12 @@ constexpr long kTileRows = kLanes == 16 ? 14 : 6, kTileColumns = kLanes == 16 ? 
 // How a product in P divides i, j and k: an operand's panel is up to `height` wide and has a block for each `depth`.
 template <class P>
 struct Shape {
-  static constexpr bool integers = std::is_integral<P>::value;
   // AMX: [16 or 32, 32] of C at once
-  static constexpr bool tiles = kTiles && (std::is_same<P, bf16>::value || std::is_same<P, int8_t>::value);
+  static constexpr bool tiles = kTiles && std::is_same<P, bf16>::value;
   static constexpr long numbers = 4 / sizeof(P);           // of a word
   static constexpr long depth = 16 * numbers, a_height = tiles ? 16 : kTileRows == 14 ? 14 : 12;
   static constexpr long a_panels = tiles ? 2 : 1, b_panels = kTileColumns;
   static constexpr long stretch = tiles ? 512 * numbers : kLanes == 16 ? 192 * numbers : 256 * numbers;
-  using Number = std::conditional_t<integers, int32_t, float>;  // of C
-  using Sums = std::conditional_t<integers, Ints, V>;
 };
 
 // 16 words along k, from row `p`, of which `count` numbers are there.
@@ -74,22 +60,6 @@ INLINE Words along(const bf16* p, long count, bf16) {
   else if (count > 0) std::memcpy(&words, p, count * sizeof(bf16));
   return words;
 }
-template <class S>
-INLINE Words along(const S* p, long count, int8_t) {  // S: bytes, signed or not
-  Words words = {};
-  if (count >= 64) std::memcpy(&words, p, sizeof words);
-  else if (count > 0) std::memcpy(&words, p, count);
-  return words;
-}
-template <class S>
-INLINE Words along(const S* p, long count, int16_t) {
-  int16_t wide[32] = {};
-  for (long i = 0; i < std::min(count, 32L); i++) wide[i] = p[i];
-  Words words;
-  std::memcpy(&words, wide, sizeof words);
-  return words;
-}
-
 // The words of `rows` rows at one k: from p, and for bf16 from p + stride; `left`: how many k there are.
 template <class S>
 INLINE Words across(const S* p, long, long left, long rows, float) {
@@ -190,9 +160,8 @@ struct Ahead {
 };
 
 // Where a tile of C goes: its rows lie `stride` apart; or it is added to what is there.
-template <class Number>
 struct Target {
-  Number* c;
+  float* c;
   long stride;
   bool add;
 };
@@ -218,34 +187,10 @@ INLINE void add_products(V& sum, int32_t word, Packs words, bf16) {
 #endif
 }
 
-INLINE void add_products(Ints& sum, int32_t word, Packs words, int8_t) {
-#if defined(__AVX512VNNI__)
-  sum.p[0] = (IntLanes)_mm512_dpbusd_epi32((__m512i)sum.p[0], _mm512_set1_epi32(word), _mm512_load_si512(words));
-#elif defined(__ARM_FEATURE_DOTPROD)
-  const int8x16_t bytes = vreinterpretq_s8_s32(vdupq_n_s32(word));
-  EACH_PIECE sum.p[i] = vdotq_s32(sum.p[i], bytes, vreinterpretq_s8_s32(vld1q_s32(words + 4 * i)));
-#endif
-}
-INLINE void add_products(Ints& sum, int32_t word, Packs words, int16_t) {
-#if defined(__AVX512BW__)
-  const __m512i products = _mm512_madd_epi16(_mm512_set1_epi32(word), _mm512_load_si512(words));
-  sum.p[0] += (IntLanes)products;
-#elif defined(__AVX2__)
-  const __m256i pair = _mm256_set1_epi32(word);
-  EACH_PIECE sum.p[i] += (IntLanes)_mm256_madd_epi16(pair, reinterpret_cast<const __m256i*>(words)[i]);
-#else
-  const int32_t low = static_cast<int16_t>(word), high = word >> 16;
-  EACH_PIECE {
-    const IntLanes pairs = reinterpret_cast<const IntLanes*>(words)[i];
-    sum.p[i] += ((IntLanes)((WordLanes)pairs << 16) >> 16) * low + (pairs >> 16) * high;
-  }
-#endif
-}
-
 // [rows, 16 columns] of C, from some rows of a panel of A and one or two panels of B.
 template <class P, int columns, int rows>
-void tile_of(Target<typename Shape<P>::Number> to, Packs a, const Packs* b, long words, Ahead ahead) {
-  typename Shape<P>::Sums sums[rows][columns];
+void tile_of(Target to, Packs a, const Packs* b, long words, Ahead ahead) {
+  V sums[rows][columns];
 #pragma GCC unroll 14
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 2
@@ -279,13 +224,13 @@ template <class P, int columns, class Rows>
 struct Tiles;
 template <class P, int columns, int... rows>
 struct Tiles<P, columns, std::integer_sequence<int, rows...>> {
-  using Tile = void (*)(Target<typename Shape<P>::Number>, Packs, const Packs*, long, Ahead);
+  using Tile = void (*)(Target, Packs, const Packs*, long, Ahead);
   static constexpr Tile of_rows[] = {nullptr, tile_of<P, columns, rows + 1>...};
 };
 
 // `panels`: of B, one or kTileColumns
 template <class P, std::enable_if_t<!Shape<P>::tiles, int> = 0>
-void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
+void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
           Ahead ahead) {
   using Rows = std::make_integer_sequence<int, kTileRows>;
   const auto of_rows = panels == 1 ? Tiles<P, 1, Rows>::of_rows : Tiles<P, kTileColumns, Rows>::of_rows;
@@ -301,12 +246,9 @@ void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long pan
 }
 
 #if defined(__AMX_BF16__)
-#define MULTIPLY_TILES(c, a, b) \
-  if constexpr (Shape<P>::integers) _tile_dpbusd(c, a, b); else _tile_dpbf16ps(c, a, b)
-
 // [16 or 32, 16 or 32] of C, from one or two panels of A and of B.
 template <class P, std::enable_if_t<Shape<P>::tiles, int> = 0>
-void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
+void tile(Target to, const Packed<P, kA>& a, long panel, const Packs* b, long panels, long rows,
           Ahead ahead) {
   const bool both = rows > 16, wide = panels > 1;
   Packs a0 = a.panel(panel), a1 = a.panel(panel + both), b0 = b[0], b1 = b[1];
@@ -331,17 +273,15 @@ void tile(Target<typename Shape<P>::Number> to, const Packed<P, kA>& a, long pan
     for (long line = 0; line < now.lines; line++) now.fetch(line);
     _tile_loadd(4, a0 + 256 * k, 64);
     _tile_loadd(6, b0 + 256 * k, 64);
-    MULTIPLY_TILES(0, 4, 6);
+    _tile_dpbf16ps(0, 4, 6);
     if (wide) {
       _tile_loadd(7, b1 + 256 * k, 64);
-      MULTIPLY_TILES(1, 4, 7);
+      _tile_dpbf16ps(1, 4, 7);
     }
     if (both) {
       _tile_loadd(5, a1 + 256 * k, 64);
-      MULTIPLY_TILES(2, 5, 6);
-      if (wide) {
-        MULTIPLY_TILES(3, 5, 7);
-      }
+      _tile_dpbf16ps(2, 5, 6);
+      if (wide) _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, to.c, bytes);
@@ -398,13 +338,12 @@ struct Mode {
 // tile. The smaller operand is read again and again.
 template <class P, class Soon, class Use>
 void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon soon, Use use,
-             Target<typename Shape<P>::Number> into = {}) {
-  using Number = typename Shape<P>::Number;
+             Target into = {}) {
   constexpr long step = Shape<P>::a_panels, wide = Shape<P>::b_panels;
   const long a_steps = (a.panels + step - 1) / step, b_steps = (b.panels + wide - 1) / wide;
   const bool a_outer = a.extent > b.extent;
   const long share = (ahead.lines + a_steps * b_steps - 1) / (a_steps * b_steps);
-  alignas(64) Number c[32 * 32];
+  alignas(64) float c[32 * 32];
   for (long outer = 0; outer < (a_outer ? a_steps : b_steps); outer++) {
     for (long inner = 0; inner < (a_outer ? b_steps : a_steps); inner++) {
       const long pa = (a_outer ? outer : inner) * step, pb = (a_outer ? inner : outer) * wide;
@@ -415,7 +354,7 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
       for (long i = 0; i < rows; i++) soon(i0 + i, j0);
       const bool whole = columns == 16 * wide && (step == 1 || rows % 16 == 0);  // AMX writes 16 rows
       const bool direct = into.c && whole;
-      Target<Number> to = {c, 32, false};
+      Target to = {c, 32, false};
       if (direct) to = {into.c + i0 * into.stride + j0, into.stride, into.add};
       tile(to, a, pa, b_panels, panels, rows, ahead.take(share));
       if (direct) continue;
@@ -428,27 +367,25 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
 // C, whose rows lie `stride` apart, or its sum with what is there. `last`: nobody reads it soon, so that the caches are
 // left to others.
 template <class P>
-void product_into(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, typename Shape<P>::Number* c, long stride,
+void product_into(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, float* c, long stride,
                   bool add, bool last) {
-  using Number = typename Shape<P>::Number;
   const bool aligned = reinterpret_cast<uintptr_t>(c) % 64 == 0 && stride % 16 == 0;
-  const bool past_caches = last && !add && aligned && std::is_same<Number, float>::value;
+  const bool past_caches = last && !add && aligned;
   const auto soon = [&](long i, long j) {
     if (past_caches) return;
     for (long ahead = 0; ahead < kTileColumns; ahead++) __builtin_prefetch(c + i * stride + j + 16 * ahead, 1);
   };
-  const auto use = [&](long i, long j, long count, typename Shape<P>::Sums v) {
-    Number* place = c + i * stride + j;
-    if constexpr (std::is_same<Number, float>::value)
-      if (past_caches && count == 16) return stream(place, v);
+  const auto use = [&](long i, long j, long count, V v) {
+    float* place = c + i * stride + j;
+    if (past_caches && count == 16) return stream(place, v);
     store(place, add ? v + load(place, count) : v, count);
   };
-  product(a, b, ahead, soon, use, past_caches ? Target<Number>{} : Target<Number>{c, stride, add});
+  product(a, b, ahead, soon, use, past_caches ? Target{} : Target{c, stride, add});
 }
 
 // `product` in stretches of k so short that panels stay in the L1 cache. `so_far`: room for [a.extent, b.extent].
 template <class P, class Soon, class Use>
-void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, typename Shape<P>::Number* so_far,
+void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, float* so_far,
                   Soon soon, Use use) {
   constexpr long step = Shape<P>::stretch;
   long k0 = 0;
@@ -456,7 +393,7 @@ void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, t
     product_into(a.along_k(k0, step), b.along_k(k0, step), k0 ? Ahead() : ahead, so_far, b.extent, k0 > 0, false);
   const auto last_a = a.along_k(k0, a.depth - k0);
   const auto last_b = b.along_k(k0, b.depth - k0);
-  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, long count, typename Shape<P>::Sums v) {
+  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, long count, V v) {
     use(i, j, count, k0 ? v + load(so_far + i * b.extent + j, count) : v);
   });
 }

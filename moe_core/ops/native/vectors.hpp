@@ -117,10 +117,6 @@ INLINE V first_or(V v, long count, V rest) {
 INLINE float sum_of(V v) {
   return reduced(v, [](float a, float b) { return a + b; });
 }
-INLINE Ints operator+(Ints a, Ints b) {
-  EACH_PIECE a.p[i] += b.p[i];
-  return a;
-}
 INLINE V to_float(Ints a) {
   V v;
   EACH_PIECE v.p[i] = __builtin_convertvector(a.p[i], Lanes);
@@ -201,9 +197,7 @@ INLINE Words load_halves(const bf16* p, long count = 16) {
   return {(WordLanes)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(count), p))};
 }
 INLINE Ints load(const int32_t* p) { return {(IntLanes)_mm512_loadu_si512(p)}; }
-INLINE Ints load(const int32_t* p, long count) { return {(IntLanes)_mm512_maskz_loadu_epi32(first(count), p)}; }
 INLINE void store(int32_t* p, Ints v) { _mm512_storeu_si512(p, (__m512i)v.p[0]); }
-INLINE void store(int32_t* p, Ints v, long count) { _mm512_mask_storeu_epi32(p, first(count), (__m512i)v.p[0]); }
 INLINE void store(float* p, V v) { _mm512_storeu_ps(p, v.p[0]); }
 INLINE void store(float* p, V v, long count) { _mm512_mask_storeu_ps(p, first(count), v.p[0]); }
 INLINE void store(bf16* p, V v, long count = 16) {
@@ -234,15 +228,12 @@ INLINE V load(const float* p, long count = 16) {
   EACH_PIECE std::memcpy(&v.p[i], p + i * kLanes, sizeof v.p[i]);
   return v;
 }
-INLINE Ints load(const int32_t* p, long count = 16) {
-  int32_t numbers[16] = {};
-  if (count < 16) copy_first(numbers, p, count), p = numbers;
+INLINE Ints load(const int32_t* p) {
   Ints v;
   EACH_PIECE std::memcpy(&v.p[i], p + i * kLanes, sizeof v.p[i]);
   return v;
 }
-INLINE void store(int32_t* p, Ints v, long count = 16) {
-  if (count < 16) return copy_first(p, reinterpret_cast<const int32_t*>(&v), count);
+INLINE void store(int32_t* p, Ints v) {
   EACH_PIECE std::memcpy(p + i * kLanes, &v.p[i], sizeof v.p[i]);
 }
 INLINE Words load_halves(const bf16* p, long count = 16) {

@@ -12,7 +12,6 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
 
 from moe_core import MoEConfig, MoELayer, prepared
-from moe_core.ops import ExpertWeights, int8_ffn, quantize_weights
 from moe_core.ops.native import library
 
 KINDS = {
@@ -154,11 +153,3 @@ def test_counting_of_loads_is_refused():
         jvp(lambda x: layer(x)[0], (x,), (x,))
     layer.eval()
     assert jvp(lambda x: layer(x)[0], (x,), (x,))[1].ne(0).any()
-
-
-def test_int8_has_no_derivatives():
-    weights = ExpertWeights(random(1, 5, 6), None, random(1, 5, 6), None)
-    packed = quantize_weights(weights, torch.float32, "gelu")
-    rows, ends = random(2, 6).float(), torch.tensor([2], dtype=torch.int32)
-    with pytest.raises(ValueError, match="int8_ffn has no derivatives"):
-        jvp(lambda rows: int8_ffn(rows, packed, ends), (rows,), (rows,))

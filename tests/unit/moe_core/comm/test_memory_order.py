@@ -23,7 +23,7 @@ PROGRAM = """
 void rank_main(char* segment, long ranks, long rank) {
   const int processes[] = {-1, -1, -1};
   // rank 0 sleeps at once
-  const Group group{segment, 0, ranks, rank, 64, 10 * rank, 60.0, processes};
+  const Group group{segment, ranks, rank, 64, 10 * rank, 60.0, processes};
   for (long turn = 0; turn < 2000; turn++) {
     long received;
     comm_put(&group, (rank + 1) % ranks, 0, &turn, sizeof turn, 1);

@@ -12,27 +12,20 @@ from moe_core.comm.check import PlanError, check
 from moe_core.comm.plan import Input, Output, Plan, Program, Slot
 from moe_core.comm.plans import (
     linear_all_gather,
-    linear_all_reduce,
     linear_all_to_all,
     linear_reduce_scatter,
-    two_level_all_to_all,
 )
 
 SIZES = (1, 2, 3, 4, 8)
 
 
 def shipped(num_ranks: int) -> list[Plan]:
-    plans = [
+    return [
         linear_all_to_all(num_ranks),
         linear_all_gather(num_ranks),
         linear_reduce_scatter(num_ranks),
-        linear_all_reduce(num_ranks),
         ring_reduce_scatter(num_ranks),
     ]
-    for ranks_per_node in range(1, num_ranks + 1):
-        if num_ranks % ranks_per_node == 0:
-            plans.append(two_level_all_to_all(num_ranks, ranks_per_node))
-    return plans
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
@@ -44,8 +37,6 @@ def test_the_shipped_plans_compute_what_they_say(num_ranks):
             expected = [[[(i, j)] for i in ranks] for j in ranks]
         elif "all-gather" in plan.name:
             expected = [[[(i, 0)] for i in ranks] for j in ranks]
-        elif "all-reduce" in plan.name:
-            expected = [[[(i, 0) for i in ranks]] for j in ranks]
         else:
             expected = [[[(i, j) for i in ranks]] for j in ranks]
         if plan.name == "ring reduce-scatter":
@@ -127,7 +118,7 @@ FAULTS = {
         lambda p: p.signal(1),
         r"rank 0, step 5 \(signal rank 1\): a signal that nobody waits for: rank 1 waits 1 times",
     ),
-    "wait after output": (swap(2, 3), r"step 3 \(wait rank 1\): a wait after the first output"),
+    "output before the wait": (swap(2, 3), r"rank 0, step 2 .* nothing was written to slot 0"),
     "no output": (lambda p: p.steps.pop(), "rank 0 never writes output 1"),
     "output twice": (lambda p: p.copy(Slot(0), Output(0)), "output 0 is written before"),
     "add to nothing": (
@@ -217,7 +208,7 @@ def test_every_step_of_the_shipped_plans_is_needed():
                 with pytest.raises(PlanError):
                     check(mutant)
                 refused += 1
-    assert refused > 150
+    assert refused > 80
 
 
 def test_a_slot_for_the_messages_of_two_ranks_is_refused():
@@ -238,6 +229,4 @@ def test_a_slot_for_the_messages_of_two_ranks_is_refused():
 
 def test_equal_plans_have_equal_digests():
     assert linear_all_to_all(4).digest() == linear_all_to_all(4).digest()
-    assert linear_all_to_all(4).digest() != two_level_all_to_all(4, 2).digest()
-    with pytest.raises(ValueError, match=r"ranks_per_node \(3\) must divide num_ranks \(4\)"):
-        two_level_all_to_all(4, 3)
+    assert linear_reduce_scatter(4).digest() != ring_reduce_scatter(4).digest()
