@@ -119,7 +119,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | compiler
 # mmcv's wheel for this torch is kept in the cache directory of the user, for the next environment.
 $(VENV)/.installed-detection: pyproject.toml constraints.txt | $(VENV)/.installed-run
 	@echo "Installing swinv2-moe[detection] into $(VENV)."
-	@$(PY) -m swinv2_moe.detection.install $(VENV)/detection.log || $(NO_DETECTION)
+	@$(PY) tools/install_detection.py $(VENV)/detection.log || $(NO_DETECTION)
 	@touch $@
 
 # In isolation DeepSpeed would install a second torch to build itself.

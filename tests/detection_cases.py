@@ -25,7 +25,7 @@ _names = itertools.count()
 
 def make_data(directory: Path, train: int = 8, val: int = 2) -> Path:
     """Images of 64 to 96 pixels with up to two objects each."""
-    from swinv2_moe.data.prepare.shapes import Options, make_shapes
+    from shapes_cases import Options, make_shapes
 
     make_shapes(directory, Options(train, val, min_size=64, max_size=96, max_objects=2))
     return directory

@@ -36,13 +36,20 @@ def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callabl
     """A function of the arguments of <directory>/<name>.py, as `words` takes them. It uses pytest's
     two fixtures for argv and output."""
     tool = import_module(f"swinv2_moe.commands.{name}")
+    return in_this_process(f"{directory}/{name}.py", tool.main, monkeypatch, capsys)
+
+
+def in_this_process(
+    name: str, main: Callable[[], None], monkeypatch, capsys
+) -> Callable[..., Finished]:
+    """As `command`, of a script's `main`."""
 
     def run(*arguments: object, **places: Path) -> Finished:
-        monkeypatch.setattr(sys, "argv", [f"{directory}/{name}.py", *words(*arguments, **places)])
+        monkeypatch.setattr(sys, "argv", [name, *words(*arguments, **places)])
         capsys.readouterr()
         status = 0
         try:
-            run_command(tool.main)
+            run_command(main)
         except SystemExit as stop:
             status = stop.code
         return Finished(status, *capsys.readouterr())
@@ -50,9 +57,9 @@ def command(name: str, monkeypatch, capsys, directory: str = "tools") -> Callabl
     return run
 
 
-def example(name: str) -> ModuleType:
-    """The module examples/<name>.py."""
-    spec = spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+def script(name: str) -> ModuleType:
+    """The module of a script, such as "examples/sweep"."""
+    spec = spec_from_file_location(Path(name).name, ROOT / f"{name}.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""The records of a run: progress bar, metrics.jsonl, trackers, events.log, summary.json,
+"""The records of a run: progress bar, metrics.jsonl, tracker, events.log, summary.json,
 config.yaml."""
 
 import json
@@ -26,9 +26,9 @@ from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.routing import sample_choices
 from swinv2_moe.train.saver import Cost
-from swinv2_moe.train.trackers import CallingHandler, EventLog, Tracker, open_trackers, tagged
+from swinv2_moe.train.trackers import CallingHandler, EventLog, Tracker, tagged
 
-_PICTURES = 4  # validation images whose routing trackers show
+_PICTURES = 4  # validation images whose routing the tracker shows
 
 
 def _records(method: Callable) -> Callable:
@@ -66,13 +66,13 @@ class Recorder:
         """
         self.directory, self.active, self.losing = directory, world.is_main, False
         self.files, self.events = ExitStack(), None
-        self.trackers: list[Tracker] = []
+        self.tracker: Tracker | None = None
         self.finished = True
         self.console = Console(quiet=not self.active)
         if self.active:
             directory.mkdir(parents=True, exist_ok=True)
             _forget_after(directory / "metrics.jsonl", step)
-            self.trackers = open_trackers(directory, step, tracker, self.print_lines)
+            self.tracker = Tracker(directory, step, tracker, self.print_lines)
             self.metrics = self.files.enter_context(
                 (directory / "metrics.jsonl").open("a", buffering=1)
             )
@@ -81,8 +81,8 @@ class Recorder:
 
     @_records
     def close(self) -> None:
-        for tracker in self.trackers:
-            self.files.callback(tracker.close, self.finished)
+        if self.tracker is not None:
+            self.files.callback(self.tracker.close, self.finished)
         self.files.close()
 
     def print_lines(self, *lines: str) -> None:
@@ -99,12 +99,8 @@ class Recorder:
         self.losing = True
 
     def _track(self, method: str, *arguments) -> None:
-        """Call a method of every tracker. If one fails, the others are still called."""
-        for tracker in self.trackers:
-            try:
-                getattr(tracker, method)(*arguments)
-            except OSError as error:
-                self.lose(error)
+        if self.tracker is not None:
+            getattr(self.tracker, method)(*arguments)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
@@ -221,7 +217,7 @@ class Recorder:
         std: Sequence[float],
         step: int,
     ) -> Iterator[None]:
-        """Show the routing of four images in the trackers. Put a validation of `model` on `loader`
+        """Show the routing of four images in the tracker. Put a validation of `model` on `loader`
         in the block.
 
         The images are the same in each validation. Beside each image, one picture for each layer

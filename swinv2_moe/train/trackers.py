@@ -1,7 +1,10 @@
 """Destinations of a run's records besides metrics.jsonl: TensorBoard, the service that TRACKER
-names (Weights & Biases or MLflow), and the event log.
+names, and the event log.
 
-Credentials and addresses come from the service's own environment variables.
+Weights & Biases reads TensorBoard's files (`sync_tensorboard`). MLflow's autologging would too, but
+sends each scalar while the training waits; so scalars and pictures go through its own queue. Both
+measure the use of the machine. Credentials and addresses come from environment variables of the
+service.
 
 OUTPUT/events.log says when staging, initialisation, epochs and validations began and ended. Each
 line is one event: ":::MLLOG " and a JSON object. The keys are those of MLCommons' package
@@ -15,16 +18,14 @@ rules of that benchmark and were not reviewed.
 import json
 import logging
 import os
-import queue
 import re
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from moe_core.files import atomic_write
@@ -34,36 +35,11 @@ from swinv2_moe.files import read_json
 _IDS = "tracker.json"  # in the run directory: the run's id in each service
 _MAX_IDS_BYTES = 4096
 _FLUSH_SECONDS = 10
-# maximum number of calls in the queue of a slow service; further calls are dropped
-_MAX_WAITING = 1000
 _MAX_ERROR = 200  # characters
-_GOES_ON = "; the run continues, records there may be lost"
-LAST_SECONDS = 60  # time to send the remaining data when a run ends
+_WAIT_SECONDS = 60  # for W&B, when a run begins and when it ends
 _PROJECT = "swinv2-moe"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # package by extra of pyproject.toml
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-class Tracker(Protocol):
-    """Interface of a tracker. Steps are optimiser steps. A tag is a name such as train/loss."""
-
-    def config(self, values: Mapping[str, object]) -> None:
-        """Write the configuration, by key."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers, by tag."""
-
-    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """Write the load of each expert of a layer, by tag; 1 is an even share."""
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Write a line of text."""
-
-    def image(self, tag: str, picture: np.ndarray, step: int) -> None:
-        """Write a picture, uint8 [height, width, 3]."""
-
-    def close(self, finished: bool) -> None:
-        """Close the tracker. `finished`: the run has ended; False: only this process ends."""
 
 
 def tagged(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
@@ -81,28 +57,71 @@ def tagged(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-class TensorBoard:
-    """Event files in the directory `tensorboard` of a run.
+class Tracker:
+    """Event files in the directory `tensorboard` of a run, and the service that imports them.
 
-    SummaryWriter writes in a thread. If the thread fails, later calls raise its OSError.
+    SummaryWriter writes in a thread. If the thread fails, later calls raise its OSError. An error
+    of the service does not end the run: one line is printed, and what it would get is lost.
     """
 
-    def __init__(self, directory: Path, step: int) -> None:
+    def __init__(
+        self, directory: Path, step: int, name: str, print_line: Callable[[str], None]
+    ) -> None:
         """Continue after `step`. Readers of the files ignore events of later steps that were
-        written before."""
+        written before.
+
+        Args:
+            name: the value of TRACKER.
+            print_line: prints where the run is tracked, and the first error of the service.
+        """
+        self._name, self._print_line = name, print_line
+        self._service: Any = None
+        self._is_losing = False
+        if name:
+            self._guarded(self._open, directory)  # before the writer, which W&B patches
         self._writer = SummaryWriter(
             str(directory / "tensorboard"), purge_step=step + 1, flush_secs=_FLUSH_SECONDS
         )
 
+    def _open(self, directory: Path) -> None:
+        ids = _read_ids(directory / _IDS)
+        service = SERVICES[self._name](directory, ids.get(self._name), self._lose)
+        with atomic_write(directory / _IDS) as file:
+            file.write(json.dumps(ids | {self._name: service.id}).encode() + b"\n")
+        self._print_line(f"TRACKER {self._name}: {service.place}")
+        self._service = service
+
+    def _tell(self, method: str, *arguments: object) -> None:
+        if hasattr(self._service, method):
+            self._guarded(getattr(self._service, method), *arguments)
+
+    def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._service = None
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def _lose(self, reason: str) -> None:
+        """Print the first error of the service."""
+        if not self._is_losing:
+            line = f"{one_line(reason)[:_MAX_ERROR]}; the run continues, records there may be lost"
+            self._print_line(f"TRACKER {self._name}: {line}")
+        self._is_losing = True
+
     def config(self, values: Mapping[str, object]) -> None:
-        """Write nothing: config.yaml is in the same run directory."""
+        """Send the configuration, by key, to the service; config.yaml is in the run directory."""
+        self._tell("config", dict(values))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers, by tag such as train/loss."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
+        self._tell("scalars", dict(values), step)
 
     def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """Write the loads as histograms with one bar for each expert, numbered along the axis."""
+        """Write the load of each expert of a layer, by tag, as a histogram with one bar for each
+        expert, numbered along the axis; 1 is an even share."""
         for tag, load in loads.items():
             counts = np.asarray(load, dtype=np.float64)
             ids = np.arange(len(counts), dtype=np.float64)
@@ -119,110 +138,18 @@ class TensorBoard:
             )
 
     def text(self, tag: str, text: str, step: int) -> None:
+        """Write a line of text."""
         self._writer.add_text(tag, text, step)
 
     def image(self, tag: str, picture: np.ndarray, step: int) -> None:
+        """Write a picture, uint8 [height, width, 3]."""
         self._writer.add_image(tag, picture, step, dataformats="HWC")
+        self._tell("image", tag, picture, step)
 
     def close(self, finished: bool) -> None:
+        """`finished`: the run has ended; False: only this process ends."""
         self._writer.close()
-
-
-class Background:
-    """A tracker whose calls run in a separate thread, in order.
-
-    Training does not wait for the service. An error of the service does not end the run: one line
-    is printed, and the data are lost.
-    """
-
-    def __init__(
-        self, name: str, open_tracker: Callable[[], Tracker], print_line: Callable[[str], None]
-    ) -> None:
-        self._name = name
-        self._print_line = print_line
-        self._is_losing = False
-        self._calls: queue.Queue = queue.Queue(_MAX_WAITING)
-        self._thread = threading.Thread(
-            target=self._work, args=(open_tracker,), name=f"tracker {name}", daemon=True
-        )
-        self._thread.start()
-
-    def config(self, values: Mapping[str, object]) -> None:
-        self._add("config", values)
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._add("scalars", values, step)
-
-    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        self._add("loads", loads, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._add("text", tag, text, step)
-
-    def image(self, tag: str, picture: np.ndarray, step: int) -> None:
-        self._add("image", tag, picture, step)
-
-    def close(self, finished: bool) -> None:
-        """Wait for the remaining calls, for a limited time."""
-        try:
-            self._calls.put(("close", finished), timeout=LAST_SECONDS)
-        except queue.Full:
-            return  # a line has already reported the error
-        self._thread.join(LAST_SECONDS)
-        if self._thread.is_alive():
-            self._lose(f"the last records did not arrive in {LAST_SECONDS} s")
-
-    def _add(self, method: str, *arguments) -> None:
-        try:
-            self._calls.put_nowait((method, *arguments))
-        except queue.Full:
-            self._lose(f"{_MAX_WAITING} records wait for it{_GOES_ON}")
-
-    def _work(self, open_tracker: Callable[[], Tracker]) -> None:
-        """Open the tracker and run the calls. The last call closes it."""
-        tracker = None
-        try:
-            tracker = open_tracker()
-        except Exception as error:
-            self._lose(_described(error) + _GOES_ON)
-        method = ""
-        while method != "close":
-            method, *arguments = self._calls.get()
-            if tracker is None:
-                continue
-            try:
-                getattr(tracker, method)(*arguments)
-            except Exception as error:
-                self._lose(_described(error) + _GOES_ON)
-
-    def _lose(self, reason: str) -> None:
-        if not self._is_losing:
-            self._print_line(f"TRACKER {self._name}: {reason}")
-        self._is_losing = True
-
-
-def open_trackers(
-    directory: Path, step: int, name: str, print_line: Callable[[str], None]
-) -> list[Tracker]:
-    """The trackers of the run in `directory`, which continues after `step`.
-
-    Args:
-        name: the value of TRACKER.
-        print_line: prints where the run is tracked, and the first error.
-    """
-    trackers: list[Tracker] = [TensorBoard(directory, step)]
-    if not name:
-        return trackers
-
-    def open_service() -> Tracker:
-        ids = _read_ids(directory / _IDS)
-        service = SERVICES[name](directory, ids.get(name))
-        with atomic_write(directory / _IDS) as file:
-            file.write(json.dumps(ids | {name: service.id}).encode() + b"\n")
-        print_line(f"TRACKER {name}: {service.place}")
-        return service
-
-    return trackers + [Background(name, open_service, print_line)]
+        self._tell("close", finished)
 
 
 def _read_ids(file: Path) -> dict[str, str]:
@@ -242,10 +169,6 @@ def _read_ids(file: Path) -> dict[str, str]:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w-]{1,128}", value) is not None
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(str(error))[:_MAX_ERROR]}"
 
 
 def check_tracker(name: str) -> None:
@@ -287,62 +210,51 @@ def _check_wandb() -> None:
 
 
 class Wandb:
-    """A run of Weights & Biases. Its files are in the directory `wandb` of the run directory."""
+    """A run of Weights & Biases. Its files are in the directory `wandb` of the run directory. All
+    but the configuration it reads from TensorBoard's files."""
 
-    def __init__(self, directory: Path, run_id: str | None) -> None:
-        """Continue the run `run_id`; None begins one."""
+    def __init__(self, directory: Path, run_id: str | None, lose: Callable[[str], None]) -> None:
+        """Continue the run `run_id`; None begins one. `lose` reports what goes wrong later."""
         import wandb
 
         self._wandb = wandb
+        settings = {"init_timeout": _WAIT_SECONDS, "finish_timeout": _WAIT_SECONDS}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=directory.resolve().name,
             id=run_id,
             resume="allow",
             dir=str(directory),
-            settings=wandb.Settings(console="off", silent=True, finish_timeout=LAST_SECONDS),
+            sync_tensorboard=True,
+            settings=wandb.Settings(console="off", silent=True, **settings),
         )
-        # W&B's own step cannot decrease, but the step of a resumed run can.
-        self._run.define_metric("*", step_metric="step")
         self.id = self._run.id
         self.place = self._run.dir
         if self._run.settings.mode == "online" and self._run.url:
             self.place = self._run.url
 
-    def config(self, values: Mapping[str, object]) -> None:
-        self._run.config.update(dict(values), allow_val_change=True)
-
-    def scalars(self, values: Mapping[str, object], step: int) -> None:
-        if values:
-            self._run.log({**values, "step": step})
-
-    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """Write the loads as histograms with one bar for each expert."""
-        histograms: dict[str, object] = {}
-        for tag, load in loads.items():
-            edges = np.arange(len(load) + 1)
-            histograms[tag] = self._wandb.Histogram(np_histogram=(np.asarray(load), edges))
-        self.scalars(histograms, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self.scalars({tag: text}, step)
-
-    def image(self, tag: str, picture: np.ndarray, step: int) -> None:
-        self.scalars({tag: self._wandb.Image(Image.fromarray(picture))}, step)
+    def config(self, values: dict[str, object]) -> None:
+        self._run.config.update(values, allow_val_change=True)
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=int(not finished))
+        self._wandb.tensorboard.unpatch()
 
 
 class MLflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI or in the directory `mlruns` of the run directory."""
 
-    def __init__(self, directory: Path, run_id: str | None) -> None:
-        """Continue the run `run_id`; None begins one."""
+    def __init__(self, directory: Path, run_id: str | None, lose: Callable[[str], None]) -> None:
+        """Continue the run `run_id`; None begins one. `lose` reports what goes wrong later."""
+        # Otherwise MLflow prints a line for each attempt to reach a server, and tries for minutes.
+        logging.getLogger("urllib3").setLevel(logging.ERROR)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", "5")
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
         from mlflow.tracking import MlflowClient
 
-        # Otherwise MLflow prints a line for each attempt to reach a server.
-        logging.getLogger("urllib3").setLevel(logging.ERROR)
+        logging.getLogger("mlflow").handlers = [CallingHandler(lose, logging.ERROR)]
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self.place = uri or str(directory / "mlruns")
         if not uri:
@@ -353,6 +265,10 @@ class MLflow:
         if run_id:
             self._client.update_run(run_id, status="RUNNING")
         self.id = run_id or self._new_run(directory.resolve().name)
+        self._waiting: deque = deque(maxlen=1000)
+        resumes = run_id is not None
+        self._monitor = SystemMetricsMonitor(self.id, resume_logging=resumes, tracking_uri=uri)
+        self._monitor.start()
 
     def _new_run(self, name: str) -> str:
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
@@ -363,7 +279,7 @@ class MLflow:
             experiment_id = experiment.experiment_id
         return self._client.create_run(experiment_id, run_name=name).info.run_id
 
-    def config(self, values: Mapping[str, object]) -> None:
+    def config(self, values: dict[str, object]) -> None:
         """Write the configuration as parameters. MLflow does not change parameters: a resumed run
         keeps the first values."""
         from mlflow.entities import Param
@@ -372,31 +288,21 @@ class MLflow:
         params = [Param(key, str(value)) for key, value in values.items() if key not in sent]
         self._client.log_batch(self.id, params=params)
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def scalars(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
         metrics = [Metric(tag, value, now, step) for tag, value in values.items()]
-        self._client.log_batch(self.id, metrics=metrics)
-
-    def loads(self, loads: Mapping[str, Sequence[float]], step: int) -> None:
-        """Write one metric for each expert."""
-        values: dict[str, float] = {}
-        for tag, load in loads.items():
-            values |= {f"{tag}/{expert}": value for expert, value in enumerate(load)}
-        self.scalars(values, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._client.log_text(self.id, text, f"{tag}/step-{step:08d}.txt")
+        self._waiting.append(self._client.log_batch(self.id, metrics, synchronous=False))
 
     def image(self, tag: str, picture: np.ndarray, step: int) -> None:
-        self._client.log_image(self.id, picture, key=tag, step=step)
+        self._client.log_image(self.id, picture, key=tag, step=step, synchronous=False)
 
     def close(self, finished: bool) -> None:
-        status = "KILLED"
-        if finished:
-            status = "FINISHED"
-        self._client.set_terminated(self.id, status)
+        self._monitor.finish()
+        for sent in self._waiting:
+            sent.wait()
+        self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
 
 SERVICES: dict[str, type[Wandb] | type[MLflow]] = {"wandb": Wandb, "mlflow": MLflow}

@@ -17,8 +17,8 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import ROOT
 from mmengine.runner import save_checkpoint
+from shapes_cases import Options, make_shapes
 
-from swinv2_moe.data.prepare.shapes import Options, make_shapes
 from swinv2_moe.detection.run import build_detector, load_config
 
 CONFIGS = ROOT / "configs/detection/shapes"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tool_cases import ROOT, example
+from tool_cases import ROOT, script
 
-sweep = example("sweep")
+sweep = script("examples/sweep")
 
 
 def run(*top1: float, seconds: float = 10.0, **summary) -> tuple[list[dict], dict]:

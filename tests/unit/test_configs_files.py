@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tool_cases import example
+from tool_cases import script
 
 from swinv2_moe.config import as_opts, load_config, model_config
 from swinv2_moe.models import measure_model
@@ -49,7 +49,7 @@ def test_every_variant_of_a_plan_loads(file, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     stages = yaml.safe_load(file.read_text()).get("stages", {})
     for stage in (None, *stages):
-        control, seeds, variants = example("sweep").read_plan(file, stage)
+        control, seeds, variants = script("examples/sweep").read_plan(file, stage)
         assert (control in variants, seeds > 0) == (True, True)
         for base, opts in variants.values():
             load_config(base, as_opts(opts), data="anywhere")

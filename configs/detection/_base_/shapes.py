@@ -1,4 +1,4 @@
-# The generated shapes (swinv2-moe make-shapes data/shapes).
+# The generated shapes (python data/make_shapes.py data/shapes).
 _base_ = "./runtime.py"
 
 data_root = "data/shapes/"

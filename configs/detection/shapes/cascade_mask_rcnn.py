@@ -1,6 +1,6 @@
 # Cascade Mask R-CNN on a small SwinV2-MoE, from random weights, on 40 generated images of shapes.
 #
-#   swinv2-moe make-shapes data/shapes
+#   python data/make_shapes.py data/shapes
 #   swinv2-moe detect train detection/shapes/cascade_mask_rcnn \
 #       --output output/cascade
 #

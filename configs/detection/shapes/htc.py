@@ -1,6 +1,6 @@
 # HTC on a small SwinV2-MoE, from random weights, on 40 generated images of shapes.
 #
-#   swinv2-moe make-shapes data/shapes
+#   python data/make_shapes.py data/shapes
 #   swinv2-moe detect train detection/shapes/htc --output output/shapes/htc
 #
 # Hardware: one CPU core, 17 minutes.

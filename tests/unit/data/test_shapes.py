@@ -1,5 +1,4 @@
-"""swinv2_moe.data.prepare.shapes and data/make_shapes.py: the same bytes again, and annotations
-that fit the pixels."""
+"""data/make_shapes.py: the same bytes again, and annotations that fit the pixels."""
 
 import json
 from dataclasses import replace
@@ -8,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
-from tool_cases import command, snapshot
+from shapes_cases import CLASSES, Options, main, make_shapes
+from tool_cases import in_this_process, snapshot
 
-from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.detection.annotations import check_annotations
 from swinv2_moe.errors import UserError
 
@@ -85,7 +84,7 @@ def test_impossible_options() -> None:
 
 
 def test_the_command_keeps_what_is_there(tmp_path: Path, monkeypatch, capsys) -> None:
-    make = command("make_shapes", monkeypatch, capsys, "data")
+    make = in_this_process("data/make_shapes.py", main, monkeypatch, capsys)
     new = make(tmp_path / "new", "--train", 2, "--val", 1, "--max-size", 160)
     assert new.status == 0
     folders = [line.split(":")[0] for line in new.out.splitlines()]

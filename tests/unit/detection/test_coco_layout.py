@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from shapes_cases import Options, make_shapes
 from tool_cases import command
 
-from swinv2_moe.data.prepare.shapes import Options, make_shapes
 from swinv2_moe.detection import annotations
 from swinv2_moe.detection.coco import check_split, lay_out, splits, unpack
 from swinv2_moe.errors import UserError

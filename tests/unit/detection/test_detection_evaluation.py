@@ -25,8 +25,8 @@ from mmengine.registry import init_default_scope
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from shapes_cases import CLASSES, Options, make_shapes
 
-from swinv2_moe.data.prepare.shapes import CLASSES, Options, make_shapes
 from swinv2_moe.detection.datasets import (
     check_datasets,
     metainfo,

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
 from detection_cases import make_data, tiny_config
+from shapes_cases import CLASSES
 
-from swinv2_moe.data.prepare.shapes import CLASSES
 from swinv2_moe.detection import run
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.checkpoint import open_checkpoint, read_weights_of

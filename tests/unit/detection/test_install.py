@@ -9,9 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tool_cases import script
 
-from swinv2_moe.detection import install
-from swinv2_moe.detection.install import InstallError, compiled_wheel, pinned, wheel_directory
+install = script("tools/install_detection")
+InstallError, compiled_wheel = install.InstallError, install.compiled_wheel
+pinned, wheel_directory = install.pinned, install.wheel_directory
 
 WHEEL = "onedl_mmcv-{}-cp311-cp311-linux_x86_64.whl".format(pinned("onedl-mmcv").split("==")[1])
 
