@@ -218,7 +218,7 @@ def _config(
                 f"{name} ({given[name]!r}) must be {of_ffn[name]!r}, as in"
                 f" {block.name}.{block.attribute}, with upcycle=True"
             )
-    routing: dict[str, Any] = {"top_k": min(2, num_experts)}
+    routing: dict[str, Any] = {"top_k": max(1, min(2, num_experts))}
     if MoEConfig(1, 1, 1, router=given.get("router", "linear")).routing == "token_choice":
         routing["capacity_factor"] = 0.0
     hidden_dim = round(hidden_ratio * form.hidden_dim)

@@ -130,7 +130,8 @@ class MoEModel(nn.Module):
         found = find_blocks(twin)[index]
         dim, counts = form_of(found).model_dim, []
         found.ffn.register_forward_pre_hook(lambda _, args: counts.append(args[0].numel() // dim))
-        twin(torch.empty(1, *self.input_shape(), device="meta"))
+        dtype = next(self.parameters()).dtype
+        twin(torch.empty(1, *self.input_shape(), device="meta", dtype=dtype))
         return counts[0]
 
     def token_maps(self, values: Tensor, output: Tensor) -> Tensor | None:
