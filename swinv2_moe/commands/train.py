@@ -158,12 +158,11 @@ def main() -> None:
     if args.cfg is None:
         choice = choice_for(args)
     is_main = os.environ.get("RANK", "0") == "0"
-    largest = None
     if choice is None:
         config = config_from(args)
         continuation = resume_command(args.cfg, args.data, args.output, args.opts, args.bind)
     else:
-        config, largest = choice.config, choice.largest_batch
+        config = choice.config
         continuation = resume_command(None, output=config.OUTPUT, bind=args.bind)
         if is_main:
             print_lines(*choice.lines, flush=True)
@@ -176,7 +175,7 @@ def main() -> None:
 
     began = psutil.Process().create_time()
     check_files = args.check_files
-    summary = train(config, args.resume, continuation, args.bind, began, check_files, largest)
+    summary = train(config, args.resume, continuation, args.bind, began, check_files, choice)
     if is_main and summary:
         output = Path(config.OUTPUT)
         print_lines(
