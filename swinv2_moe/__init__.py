@@ -50,7 +50,7 @@ def fit(
         opts: keys and values that override what is chosen: a mapping, or a sequence of KEY, VALUE,
             KEY, VALUE, ...
         everyday: the short options of `swinv2-moe train`: `epochs`, `size`, `batch`, `lr`,
-            `weights`, `experts`, `device`.
+            `weights`, `experts`, `minutes`, `device`.
 
     Returns:
         The best model in validation, as `load` returns it.
@@ -84,7 +84,7 @@ def fit(
     print_lines(*choice.lines, flush=True)
     from swinv2_moe.train.run import train
 
-    if train(config, None, continuation, largest_batch=choice.largest_batch) is None:
+    if train(config, None, continuation, choice=choice) is None:
         raise KeyboardInterrupt
     return load(config.OUTPUT, config.DEVICE)
 

@@ -42,13 +42,13 @@ COMMANDS = {  # the help of each command
     "config": "every setting, with its default and allowed values",
     "make-shards": "shards of a dataset, and their index",
     "stage": "copy shards to a local disk",
+    "make-shapes": "generate a dataset for detection",
     "make-class-map": "which pretrained classes are classes of another dataset",
     "prepare-coco": "lay out and check COCO",
     "prepare-imagenet": "unpack and check ImageNet",
 }
 # Commands that left, and what does their work.
 LEFT = {
-    "make-shapes": "data/make_shapes.py of the repository generates them: data/README.md",
     "configs": "docs/reference/models.md lists the configurations",
     "sweep": "examples/sweep.py takes its plans: docs/how-to/evaluate.md",
     "workflow": "it only called other commands: docs/tutorial/first-model.md",

@@ -155,12 +155,11 @@ def main() -> None:
     if args.cfg is None:
         choice = choice_for(args)
     is_main = os.environ.get("RANK", "0") == "0"
-    largest = None
     if choice is None:
         config = config_from(args)
         continuation = resume_command(args.cfg, args.data, args.output, args.opts)
     else:
-        config, largest = choice.config, choice.largest_batch
+        config = choice.config
         continuation = resume_command(None, output=config.OUTPUT)
         if is_main:
             print_lines(*choice.lines, flush=True)
@@ -172,7 +171,7 @@ def main() -> None:
     from swinv2_moe.train.run import train
 
     began = psutil.Process().create_time()
-    summary = train(config, args.resume, continuation, began, args.check_files, largest)
+    summary = train(config, args.resume, continuation, began, args.check_files, choice)
     if is_main and summary:
         output = Path(config.OUTPUT)
         print_lines(

@@ -33,6 +33,11 @@ EVERYDAY = {
         "experts in each layer that has experts, made of dense weights where those have none; 0:"
         " none",
     ),
+    "minutes": Everyday(
+        "TRAIN.MINUTES",
+        "N",
+        "the most that the whole may take; 0: any time (default for FOLDER: 10 on a CPU)",
+    ),
     "device": Everyday("DEVICE", "auto|cpu|cuda", "where the model runs"),
 }
 

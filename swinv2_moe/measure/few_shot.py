@@ -16,13 +16,12 @@ validation set would be available to tune it.
 - k-NN: among all training images, the k with the largest cosine similarity s vote with weight
   exp(s / 0.07) (DINO, arXiv 2104.14294).
 
-N images, D features, W ranks, B images per rank and batch
+N images, D features
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from moe_core import equal_tokens, prepared
 from swinv2_moe.data.build import evaluation_loader, in_recorded_order
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
@@ -41,7 +39,7 @@ from swinv2_moe.models import MoEModel
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.agreement import check_same_data
 from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.distributed import World
+from swinv2_moe.train.frozen import Features, extract_features
 
 CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "ridge": partial(RidgeClassifier, alpha=2**10),
@@ -79,13 +77,6 @@ class Protocol:
             raise UserError(
                 f"--classifier is {self.classifier!r}, allowed: {', '.join(CLASSIFIERS)}"
             )
-
-
-class Features(NamedTuple):
-    """Features and targets of the readable images, in the order of the data set."""
-
-    features: np.ndarray  # float32 [N, D]
-    targets: np.ndarray  # int64 [N]
 
 
 def evaluate_few_shot(
@@ -131,38 +122,6 @@ def evaluate_few_shot(
     measured = measure(train, val, protocol, world.device)
     facts = deployed.facts() | {"classes": len(sources.class_names)}
     return facts | measured | {"unreadable_images": list(unreadable.paths)}
-
-
-@torch.inference_mode()
-def extract_features(
-    model: MoEModel, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
-) -> tuple[Features, list[str]]:
-    """The pooled features before the classifier (timm's `pre_logits`). Collective.
-
-    Each image appears once, in the order of the data set, for any number of ranks. The main rank
-    gets the features, on the CPU; the other ranks get none. The model stays in evaluation mode.
-
-    Args:
-        loader: Batches of this rank from a ValSampler, so that all ranks have equally many.
-
-    Returns:
-        Features, and the paths of unreadable images.
-    """
-    model.eval()
-    features, targets, unreadable = [], [], []
-    with prepared(model), equal_tokens(model):
-        for images, labels, bad, _ in loader:
-            with autocast():
-                maps = model.forward_features(images.to(world.device, non_blocking=True))
-                pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
-            labels = world.gather_rows(labels.to(world.device))  # [B * W]
-            is_labelled = labels >= 0  # excludes padding and unreadable images
-            features.append(world.gather_rows(pooled.float())[is_labelled])
-            targets.append(labels[is_labelled])
-            unreadable += bad
-            after_batch()
-    paths = [path for paths in world.gather(unreadable) for path in paths]
-    return Features(torch.cat(features).numpy(), torch.cat(targets).numpy()), paths
 
 
 def draw_shots(targets: np.ndarray, shots: int, seed: int) -> np.ndarray:

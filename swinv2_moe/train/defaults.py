@@ -9,57 +9,27 @@ torch, unless the architecture of weights has to be asked of timm.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median_low
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from yacs.config import CfgNode
 
-from swinv2_moe.config import as_opts, config_from_text, flatten, load_config
+from swinv2_moe.config import as_opts, flatten, load_config
 from swinv2_moe.config.load import values_of
-from swinv2_moe.config.tree import data_config
-from swinv2_moe.data.images import read_header
-from swinv2_moe.data.sources import ImageFiles, Sources, load_sources
-from swinv2_moe.data.sources.folder import VALIDATION_FOLDERS
-from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import MAX_YAML_CHARS, parse_json, read_bounded, read_json
+from swinv2_moe.errors import UserError
 from swinv2_moe.models.bundled import NAMES, PREFIX, bundled_file
 from swinv2_moe.models.section import TRUNKS, tiles
+from swinv2_moe.start.facts import FROM_SCRATCH, Pictures, look
+from swinv2_moe.start.weights import described, trained_config
 
 _ONLINE = "timm:swinv2_tiny_window8_256.ms_in1k"
-FROM_SCRATCH = "imagenette_96"  # the configuration of a model without pretrained weights
+_FEW_PER_CLASS = 50  # training pictures
+_CHOOSING = ("expert_choice", "soft")  # routers whose experts choose: their capacity is a choice
 _SMALL = 64  # pixels; models for such images are cheap enough for larger ones
-_SAMPLE = 100  # pictures whose headers are read
-_LEAST_PER_CLASS = 2  # training pictures
-_MAX_META = 1 << 28  # bytes of a checkpoint's meta.json
 # Keys of the weights' configuration that the machine, the data or the user decide.
 _NOT_TAKEN = {"MODEL.PRETRAINED", "MODEL.NUM_CLASSES", "MODEL.CLASS_MAP", "MODEL.UPCYCLE"}
 _NOT_TAKEN |= {"MODEL.UPCYCLE_NOISE", "MODEL.MOE.EXPERT_PARALLEL_SIZE", "MODEL.MOE.STRATEGY"}
 _NOT_TAKEN |= {"MODEL.MOE.KERNELS", "MODEL.MOE.FREEZE"}
 _IMAGES = ("DATA.IMG_SIZE", "DATA.CHANNELS")
-
-
-class Pictures(NamedTuple):
-    """What a folder holds."""
-
-    path: str
-    num_train: int
-    num_val: int
-    class_names: list[str]
-    width: int  # medians of a sample, pixels
-    height: int
-    val_split: float  # DATA.VAL_SPLIT
-
-    def __str__(self) -> str:
-        where = "in a folder of their own"
-        if self.val_split:
-            where = f"held out, {self.val_split:.0%} of each class by file name"
-        return (
-            f"{self.path}: {len(self.class_names)} classes, {self.num_train:,} pictures to train on"
-            f" and {self.num_val:,} to validate ({where}), most of about {self.width} x"
-            f" {self.height} pixels"
-        )
 
 
 class Weights(NamedTuple):
@@ -78,11 +48,15 @@ class Choice(NamedTuple):
         lines: what was found and chosen, for the terminal.
         largest_batch: the largest batch to try, in pictures over all ranks; 0: DATA.BATCH_SIZE is
             given.
+        sizes: keys and values of the sizes of image to try, the smallest first.
+        given: keys that the user has set.
     """
 
     config: CfgNode
     lines: list[str]
     largest_batch: int
+    sizes: list[dict[str, object]]
+    given: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -145,7 +119,9 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
     largest = 0
     if not {"DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"} & set(given):
         largest = largest_batch(pictures.num_train)
-    return Choice(config, [str(pictures), weights.line, *lines], largest)
+    sizes = sizes_to_try(weights, given)
+    shown = [str(pictures), weights.line, *lines]
+    return Choice(config, shown, largest, sizes, frozenset(given))
 
 
 def apply_rules(
@@ -174,75 +150,6 @@ def output_for(data: str) -> str:
     return os.path.join("output", os.path.basename(os.path.abspath(data)))
 
 
-# The folder
-
-
-def look(data: str, given: Mapping[str, object]) -> Pictures:
-    """What the folder `data` holds. The headers of a sample of the pictures are read.
-
-    Raises:
-        UserError: it is no data set of at least two classes, or pictures cannot be read.
-    """
-    if given.get("DATA.DATASET", "folder") != "folder":
-        raise UserError(
-            f"DATA.DATASET is {given['DATA.DATASET']!r}: only a folder of pictures is trained on"
-            " without --cfg"
-        )
-    path = os.path.expanduser(data)
-    split = given.get("DATA.VAL_SPLIT", _val_split(path))
-    settings = {"DATA.DATASET": "folder", "DATA.VAL_SPLIT": split}
-    config = load_config(FROM_SCRATCH, as_opts(settings), data=path)
-    sources = load_sources(data_config(config))
-    num_train, names = len(sources.train), sources.class_names
-    if len(names) < 2:
-        raise UserError(
-            f"--data {data}: has pictures of one class ({names[0]}), a classifier"
-            " needs at least two: a folder for each class"
-        )
-    if num_train < _LEAST_PER_CLASS * len(names):
-        raise UserError(
-            f"--data {data}: has {num_train} pictures to train {len(names)} classes on, at least"
-            f" {_LEAST_PER_CLASS} a class are needed (10 or more are recommended)"
-        )
-    bad_share = given.get("DATA.MAX_BAD_SHARE", config.DATA.MAX_BAD_SHARE)
-    assert isinstance(bad_share, float)
-    width, height = _sizes(data, sources, bad_share)
-    return Pictures(data, num_train, len(sources.val), names, width, height, config.DATA.VAL_SPLIT)
-
-
-def _val_split(path: str) -> float:
-    """The share that is held out for validation: none where there is a folder for it."""
-    has_folder = any(os.path.isdir(os.path.join(path, name)) for name in VALIDATION_FOLDERS)
-    return 0.0 if has_folder else 0.2
-
-
-def _sizes(data: str, sources: Sources, bad_share: float) -> tuple[int, int]:
-    """Median width and height of a sample of the training pictures, in pixels.
-
-    Raises:
-        UserError: more than `bad_share` of the sample cannot be read.
-    """
-    source = sources.train
-    assert isinstance(source, ImageFiles)
-    count = min(_SAMPLE, len(source))
-    widths, heights, unreadable = [], [], []
-    for i in range(count):
-        path = source.path(i * len(source) // count)
-        try:
-            width, height, _ = read_header(path)
-        except ValueError as error:
-            unreadable.append(f"{path} ({error})")
-            continue
-        widths.append(width)
-        heights.append(height)
-    if len(unreadable) > bad_share * count or not widths:
-        raise UserError(
-            f"--data {data}: {len(unreadable)} of {count} pictures that were looked at cannot be"
-            f" read, the first: {one_line(unreadable[0])}; remove them, or raise DATA.MAX_BAD_SHARE"
-        )
-    return median_low(widths), median_low(heights)
-
-
 # The weights
 
 
@@ -269,7 +176,7 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     copies = upcycle or ("weights" if num_experts else "")  # of dense weights
     if name.startswith("timm:"):
         return _weights_of_timm(name, name, copies)
-    architecture, class_names = _described(name)
+    architecture, class_names = described(name)
     if architecture.startswith("swinv2_") and "moe" not in architecture:
         weights = _weights_of_timm(name, f"timm:{architecture}", copies)
         return weights._replace(class_names=class_names)
@@ -302,81 +209,6 @@ def _model_keys(model_type: str) -> tuple[str, ...]:
     return ("MODEL.TYPE", "MODEL.NAME", "MODEL.ARGS", *(f"MODEL.{group}." for group in groups))
 
 
-def trained_config(name: str) -> tuple[CfgNode, list[str]]:
-    """The configuration that weights were trained with, and the names of their classes, empty if
-    they are not known: of a run, of a checkpoint, or of a file of `convert-checkpoint export
-    single`.
-
-    Raises:
-        UserError: there is no configuration.
-    """
-    path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
-    if name.startswith(PREFIX):
-        path = bundled_file(name)
-    where = f"MODEL.PRETRAINED {name}"
-    if not path.exists() and not name.startswith("hf-hub:"):
-        raise UserError(f"{where}: no such file or directory")
-    try:
-        text, class_names = _recorded(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
-    if text is None:
-        named, _ = _described(name)
-        if named:
-            raise UserError(
-                f"{where}: is a {one_line(named)}; without --cfg only a dense SwinV2 of timm"
-                " can be used"
-            )
-        raise UserError(
-            f"{where}: does not say what its model is; name a configuration by --cfg, or put"
-            " timm's config.json beside it"
-        )
-    return config_from_text(text, where), class_names
-
-
-def _recorded(path: Path) -> tuple[str | None, list[str]]:
-    """The configuration, as YAML, and the names of the classes, as far as they are recorded."""
-    content: dict[str, object] = {}
-    if path.is_file() and path.suffix == ".safetensors":
-        with safe_open(path, "np") as file:
-            content |= file.metadata() or {}
-        content["class_names"] = parse_json(str(content.get("class_names", "[]")))
-    has_yaml = (path / "config.yaml").is_file()
-    for meta in (path / "checkpoints" / "latest" / "meta.json", path / "meta.json"):
-        if not meta.is_file():
-            continue
-        try:
-            read = read_json(meta, _MAX_META)
-        except (OSError, ValueError):
-            if not has_yaml:
-                raise
-            continue  # a damaged checkpoint of a run, which may have others
-        if isinstance(read, dict):
-            content = read
-    if has_yaml:
-        content["config"] = read_bounded(path / "config.yaml", MAX_YAML_CHARS).decode()
-    text, names = content.get("config"), content.get("class_names")
-    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        names = []
-    return text if isinstance(text, str) else None, names
-
-
-def _described(name: str) -> tuple[str, list[str]]:
-    """The architecture and the class names in a config.json of timm, in a folder or beside a file;
-    empty without them."""
-    path = Path(os.path.expanduser(name.removeprefix("local-dir:")))
-    folder = path
-    if path.is_file():
-        folder = path.parent
-    if not os.path.lexists(folder / "config.json"):
-        return "", []
-    from swinv2_moe.models.hub import label_names, read_timm_config  # imports torch
-
-    content = read_timm_config(folder / "config.json")
-    architecture = content.get("architecture")
-    return architecture if isinstance(architecture, str) else "", label_names(content)
-
-
 def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
     """The weights `name` of a dense SwinV2 of timm, `timm:MODEL`, or its copies in the experts of
     every other block of the last two stages."""
@@ -397,6 +229,38 @@ def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
 
 
 # The rules
+
+
+def sizes_to_try(weights: Weights, given: Mapping[str, object]) -> list[dict[str, object]]:
+    """The sizes of image that the frozen network is tried at, with the keys that belong to each.
+
+    Of small pictures, too: a network sees more in 32 px that are enlarged to 64.
+    """
+    trained = weights.keys.get("DATA.IMG_SIZE")
+    if not isinstance(trained, int) or "DATA.IMG_SIZE" in given or not _is_probed(weights, given):
+        return []
+    sizes = [trained // 2, trained]
+    if trained <= _SMALL:
+        sizes = [trained, trained * 3 // 2, trained * 2]
+    pictures = Pictures("", 0, 0, [], 0, 0, 0.0)
+    found = []
+    for size in sizes:
+        keys: dict[str, object] = {"DATA.IMG_SIZE": size}
+        situation = Situation(pictures, weights, weights.keys | dict(given) | keys)
+        window = _window_size(situation)
+        if window and "MODEL.SWINV2.WINDOW_SIZE" not in given:
+            keys["MODEL.SWINV2.WINDOW_SIZE"] = window[0]
+        values = situation.values | keys
+        chosen = values.get("MODEL.SWINV2.WINDOW_SIZE", 0)
+        assert isinstance(chosen, int)
+        if _can_tile(size, values, min(chosen, _window(situation, size) or chosen)):
+            found.append(keys)
+    return found
+
+
+def _is_probed(weights: Weights, given: Mapping[str, object]) -> bool:
+    """Whether training starts from a classifier on the frozen network."""
+    return bool(weights.name) and not given.get("TRAIN.DISTILL.TEACHER")
 
 
 def largest_batch(num_train: int) -> int:
@@ -469,11 +333,42 @@ def _class_map(situation: Situation) -> tuple[object, str] | None:
 
 
 def _epochs(situation: Situation) -> tuple[object, str]:
-    pictures = 30_000
-    if not situation.weights.name:
-        pictures = 60_000
-    epochs = min(max(10, round(pictures / situation.pictures.num_train)), 60)
-    return epochs, f"{pictures:,} pictures in all, in 10 to 60 passes"
+    pictures, most = 20_000, 20
+    if not _probes(situation):
+        pictures, most = 60_000, 60
+    epochs = min(max(10, round(pictures / situation.pictures.num_train)), most)
+    return epochs, f"{pictures:,} pictures in all, in 10 to {most} passes"
+
+
+def _probes(situation: Situation) -> bool:
+    return _is_probed(situation.weights, situation.values)
+
+
+def _if_probed(value: object, reason: str) -> Callable[[Situation], tuple[object, str] | None]:
+    return lambda situation: (value, reason) if _probes(situation) else None
+
+
+def _base_lr(situation: Situation) -> tuple[object, str]:
+    if _probes(situation):
+        return 1.5e-3, _RATE
+    return 2e-3, _RATE
+
+
+def _rounds(share: float) -> Callable[[Situation], tuple[object, str] | None]:
+    """Epochs between validations, or until training ends without a better one."""
+
+    def choose_rounds(situation: Situation) -> tuple[object, str] | None:
+        if not _probes(situation):
+            return None
+        return max(1, round(situation.number("TRAIN.EPOCHS") * share)), _FEW_LOOKS
+
+    return choose_rounds
+
+
+def _minutes(situation: Situation) -> tuple[object, str] | None:
+    if "TRAIN.EPOCHS" in situation.values:
+        return None
+    return 10.0, "on a CPU; --minutes sets another limit"
 
 
 def _warmup(situation: Situation) -> tuple[object, str]:
@@ -503,6 +398,8 @@ def _mixing(alpha: float) -> Callable[[Situation], tuple[object, str]]:
         assert isinstance(batch, int)
         if not situation.weights.name:
             return 0.0, _SHORT
+        if _has_few(situation):
+            return 0.0, _FEW
         if values.get("TRAIN.DISTILL.TEACHER"):
             return 0.0, "the teacher's outputs are those of single pictures"
         if batch % 2 or values.get("DATA.GLOBAL_BATCH_SIZE"):
@@ -512,13 +409,39 @@ def _mixing(alpha: float) -> Callable[[Situation], tuple[object, str]]:
     return choose_alpha
 
 
+def _has_few(situation: Situation) -> bool:
+    """Whether there are few training pictures of each class."""
+    pictures = situation.pictures
+    return pictures.num_train < _FEW_PER_CLASS * len(pictures.class_names)
+
+
+def _crops(situation: Situation) -> tuple[object, str]:
+    if _probes(situation) and _has_few(situation):
+        return [0.7, 1.0], _FEW
+    return [0.35, 1.0], _SHORT
+
+
+def _capacity(situation: Situation) -> tuple[object, str] | None:
+    """No limit of capacity for the weights' experts: a batch of 8 would drop a tenth of its
+    tokens."""
+    values = situation.values
+    limited = values.get("MODEL.MOE.CAPACITY_FACTOR", 0)
+    if values.get("MODEL.MOE.NUM_EXPERTS") and situation.weights.name and limited != 0:
+        if values.get("MODEL.MOE.ROUTER") in _CHOOSING:
+            return None
+        return 0.0, "no token is dropped: in small batches many would be"
+    return None
+
+
 def _val_split_rule(situation: Situation) -> tuple[object, str] | None:
     split = situation.pictures.val_split
     return (split, "there is no val/") if split else None
 
 
 _SHORT = "the schedule is short"
-_RATE = "5e-4 for 32 pictures, and AdamW's rate grows with the root of the batch"
+_FEW = "there are fewer than 50 pictures a class"
+_FEW_LOOKS = "the best of few looks is hardly better than it seems"
+_RATE = "AdamW's rate grows with the root of the batch; this one is for 512 pictures"
 
 RULES = (
     Rule("DATA.VAL_SPLIT", "0.2 where there is no folder for validation", _val_split_rule),
@@ -541,18 +464,40 @@ RULES = (
         _class_map,
     ),
     Rule(
+        "TRAIN.MINUTES",
+        "10 on a CPU, unless the epochs are given",
+        _minutes,
+    ),
+    Rule(
         "TRAIN.EPOCHS",
-        "30,000 divided by the number of training images (60,000 from random weights), from 10 to"
-        " 60",
+        "20,000 divided by the number of training images, from 10 to 20; without a fitted"
+        " classifier 60,000, from 10 to 60. Fewer if they would take longer than `TRAIN.MINUTES`",
         _epochs,
     ),
+    Rule(
+        "TRAIN.PROBE",
+        "with pretrained weights and without a teacher: training starts from a classifier that is"
+        " fitted to the features of the frozen network",
+        _if_probed(True, "a classifier on the frozen network is the start, and the first result"),
+    ),
+    Rule(
+        "TRAIN.BEST_BY",
+        "`calibrated` in that case: of few pictures, the loss tells more than the accuracy",
+        _if_probed("calibrated", "of few pictures the loss tells more than the accuracy"),
+    ),
+    Rule("VAL_FREQ", "a fifth of the epochs in that case", _rounds(0.2)),
+    Rule("TRAIN.PATIENCE", "three fifths of the epochs in that case", _rounds(0.6)),
     Rule("TRAIN.WARMUP_EPOCHS", "a tenth of the epochs, at least 1, at most half", _warmup),
     Rule(
         "TRAIN.LR_SCALING",
         "`sqrt`: the rate grows with the root of the batch, as AdamW's should",
         _always("sqrt", _RATE),
     ),
-    Rule("TRAIN.BASE_LR", "2e-3 at a batch of 512, so 5e-4 at 32", _always(2e-3, _RATE)),
+    Rule(
+        "TRAIN.BASE_LR",
+        "2e-3 at a batch of 512, so 5e-4 at 32; from a fitted classifier 1.5e-3",
+        _base_lr,
+    ),
     Rule("TRAIN.WARMUP_LR", "a thousandth of `TRAIN.BASE_LR`", _share_of_rate(1000)),
     Rule("TRAIN.MIN_LR", "a hundredth of `TRAIN.BASE_LR`", _share_of_rate(100)),
     Rule(
@@ -562,13 +507,23 @@ RULES = (
     ),
     Rule("TRAIN.WEIGHT_DECAY", "0.05", _always(0.05, "usual for fine-tuning")),
     Rule("MODEL.DROP_PATH_RATE", "0.05", _always(0.05, _SHORT)),
-    Rule("AUG.SCALE", "crops of 35 to 100% of the area", _always([0.35, 1.0], _SHORT)),
+    Rule(
+        "AUG.SCALE",
+        "crops of 35 to 100% of the area; from a fitted classifier and with fewer than 50 pictures"
+        " a class 70 to 100%",
+        _crops,
+    ),
+    Rule(
+        "MODEL.MOE.CAPACITY_FACTOR",
+        "0, so that no token is dropped, where pretrained weights have experts",
+        _capacity,
+    ),
     Rule("AUG.AUTO_AUGMENT", "off", _always("none", _SHORT)),
     Rule("AUG.REPROB", "0", _always(0.0, _SHORT)),
     Rule(
         "AUG.MIXUP",
-        "0.2 with pretrained weights; 0 with a teacher, where the batch of a rank is odd, or where"
-        " `DATA.GLOBAL_BATCH_SIZE` is set",
+        "0.2 with pretrained weights; 0 with fewer than 50 pictures a class, with a teacher, where"
+        " the batch of a rank is odd, or where `DATA.GLOBAL_BATCH_SIZE` is set",
         _mixing(0.2),
     ),
     Rule("AUG.CUTMIX", "0.5 with pretrained weights; 0 in the same cases", _mixing(0.5)),

@@ -1,6 +1,6 @@
 """Accuracy of a model on a loader over all ranks, and its prediction for each image.
 
-B images per rank and batch, C classes, N labelled images over all ranks
+B images per rank and batch, C classes, N labelled images over all ranks, T temperatures
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,19 @@ class Accuracy(NamedTuple):
     loss: float
     images: int
     unreadable: list[str]
+    temperature: float = 1.0  # by which the logits are divided for the lowest cross-entropy
+    calibrated: float = 0.0  # that cross-entropy
 
     def score(self, best_by: str) -> float:
         """The measure of TRAIN.BEST_BY, higher for a better model and always finite."""
-        if best_by == "loss":
-            return -min(1e30, self.loss)  # also for NaN
+        if best_by in ("loss", "calibrated"):
+            loss = {"loss": self.loss, "calibrated": self.calibrated}[best_by]
+            return -min(1e30, loss)  # also for NaN
         return {"top1": self.top1, "balanced": self.balanced}[best_by]
+
+
+# Temperatures at which the loss is measured, T in number: from 1/4 to 4
+_TEMPERATURES = 2.0 ** (np.arange(-8, 9) / 4)
 
 
 class Predictions(NamedTuple):
@@ -64,18 +71,22 @@ def evaluate(
             totals = totals + _count(logits, batch.targets)
             unreadable += batch.unreadable
             after_batch()
-    top5, loss, *by_class = world.sum(totals).tolist()
+    top5, *rest = world.sum(totals).tolist()
+    losses, by_class = np.split(np.array(rest), [len(_TEMPERATURES)])
     images, hits = np.reshape(by_class, (2, -1))  # [C]
     count = int(images.sum())
     recalls = hits[images > 0] / images[images > 0]
     share = 1 / max(count, 1)
+    temperature, calibrated = _lowest(losses * share)
     return Accuracy(
         100 * float(hits.sum()) * share,
         100 * top5 * share,
         100 * float(recalls.sum()) / max(len(recalls), 1),
-        loss * share,
+        float(losses[_TEMPERATURES == 1].sum()) * share,
         count,
         unreadable,
+        temperature,
+        calibrated,
     )
 
 
@@ -150,17 +161,40 @@ def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """[2 + 2 C] of a batch: its top-5 hits and summed loss, the images of each class, and the top-1
-    hits of each class."""
+    """[1 + T + 2 C] of a batch: its top-5 hits, its summed loss at each temperature, the images of
+    each class, and the top-1 hits of each class."""
     logits, targets = logits[targets >= 0], targets[targets >= 0]
     best = logits.topk(min(5, logits.shape[1])).indices
     hits = best == targets.unsqueeze(1)
-    loss = F.cross_entropy(logits, targets, reduction="sum")
+    losses = [
+        F.cross_entropy(logits / temperature, targets, reduction="sum")
+        for temperature in _TEMPERATURES.tolist()
+    ]
     by_class = [
         torch.bincount(classes, minlength=logits.shape[1])
         for classes in (targets, targets[hits[:, 0]])
     ]
-    return torch.cat([torch.stack([hits.any(1).sum(), loss]), *by_class])
+    return torch.cat([torch.stack([hits.any(1).sum(), *losses]), *by_class])
+
+
+def _lowest(losses: np.ndarray) -> tuple[float, float]:
+    """The temperature of the lowest loss, and that loss, from the losses at `_TEMPERATURES` [T].
+
+    It is the minimum of a parabola through the lowest three, over the logarithm of the temperature.
+
+    Source: temperature scaling, arXiv 1706.04599, section 4.2.
+    """
+    if not np.isfinite(losses).all():
+        return 1.0, float("nan")
+    i = int(losses.argmin())
+    if i in (0, len(losses) - 1):
+        return float(_TEMPERATURES[i]), float(losses[i])
+    before, lowest, after = losses[i - 1 : i + 2]
+    curvature = before - 2 * lowest + after
+    if curvature <= 0:  # flat
+        return float(_TEMPERATURES[i]), float(lowest)
+    shift = (before - after) / (2 * curvature)  # in steps of a quarter of an octave
+    return float(_TEMPERATURES[i] * 2 ** (shift / 4)), float(lowest - curvature * shift**2 / 2)
 
 
 def _describe(logits: Tensor, targets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from swinv2_moe.data.classes import difference
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
+from swinv2_moe.start.known import accuracy_in_words
 from swinv2_moe.tables import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
 from swinv2_moe.train.checkpoint import Checkpoint
@@ -83,6 +84,7 @@ class Trainer:
             global_batch=config.train.batch_size * accumulation * world.size,
             to_target=TimeToTarget(config.train.target_top1, phases),
             best_by=config.train.best_by,
+            patience=config.train.patience,
         )
         self.schedule = optim.build_schedule(
             config.train,
@@ -128,6 +130,8 @@ class Trainer:
             settle_buckets(self.step.wrapped, self.step.model, self.world)
         try:
             with prepared(frozen_moe(self.step.model)):
+                if self.config.train.probe and not self.progress.step:
+                    self._validate_start(recorder, saver)
                 while not self.progress.finished:
                     self._train_and_validate(recorder, saver)
         except Stopped as stopped:
@@ -161,14 +165,31 @@ class Trainer:
         self.schedule.step_update(self.progress.schedule_step)
         return result
 
+    def _validate_start(self, recorder: Recorder, saver: Saver) -> None:
+        """Validate and save the model before the first step, unless an earlier part has."""
+        if self.progress.best_top1 >= 0:
+            return
+        with self.phases.phase("validation"):
+            accuracy = self.validate()
+        self.progress.count_validation(accuracy.top1, accuracy.score(self.progress.best_by))
+        values = {"epoch": 0} | _validated(accuracy) | {"seconds": self.validation_seconds}
+        recorder.epoch(values, 0)
+        recorder.print_lines(f"the frozen network: {_in_words(accuracy)}")
+        self.save(saver, is_best=True)
+
     def _train_and_validate(self, recorder: Recorder, saver: Saver) -> None:
-        """Train the rest of an epoch, or the steps until MAX_STEPS, and validate."""
+        """Train the rest of an epoch, or the steps until MAX_STEPS, and validate if that is due."""
         progress = self.progress
         self.epoch_started = time.perf_counter()
         epoch = progress.epoch + 1
         if not progress.steps_done:
             with self.phases.phase("training"), recorder.interval("epoch", epoch_num=epoch):
                 self._train_epoch(recorder, saver)
+            self._end_in_time(epoch)
+        is_last = progress.steps_done or self._is_last_epoch(epoch)
+        if epoch % self.config.run.val_freq and not is_last:
+            self._count_epoch(saver, epoch)
+            return
         train_loss = mean_over_ranks(self.world, progress.epoch_loss)
         if progress.epoch_losses:
             train_loss /= progress.epoch_losses
@@ -189,8 +210,30 @@ class Trainer:
         if progress.to_target.validated(epoch, progress.step, accuracy.top1, self.joules):
             recorder.print_lines(str(progress.to_target))
         is_due = epoch % self.config.run.save_freq == 0 or self._is_time_to_save()
+        if progress.ended:
+            recorder.print_lines(f"training ends: {progress.ended}")
         if is_best or progress.finished or is_due:
             self.save(saver, is_best, partial=not (is_best or progress.finished))
+
+    def _is_last_epoch(self, epoch: int) -> bool:
+        return epoch >= self.progress.epochs
+
+    def _count_epoch(self, saver: Saver, epoch: int) -> None:
+        """End an epoch that is not validated."""
+        self.progress.count_epoch()
+        self.progress.epoch_seconds = 0.0
+        if epoch % self.config.run.save_freq == 0 or self._is_time_to_save():
+            self.save(saver, partial=True)
+
+    def _end_in_time(self, epoch: int) -> None:
+        """End the training if its next epoch would end after MINUTES. Every rank calls this."""
+        minutes = self.config.train.minutes
+        if not minutes or self._is_last_epoch(epoch):
+            return
+        beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
+        expected = sum(self.phases.seconds().values()) + self._epoch_seconds() + beside
+        if self.world.agree(expected > 60 * minutes):
+            self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
     def _epoch_seconds(self) -> float:
         """Seconds of the current epoch, over all parts of a resumed run."""
@@ -324,16 +367,8 @@ class Trainer:
     def _record_epoch(
         self, recorder: Recorder, epoch: int, train_loss: float, accuracy: Accuracy, seconds: float
     ) -> None:
-        values = {
-            "epoch": epoch,
-            "train_loss": train_loss,
-            "val_loss": accuracy.loss,
-            "val_top1": accuracy.top1,
-            "val_top5": accuracy.top5,
-            "val_balanced": accuracy.balanced,
-            "seconds": seconds,
-        }
-        recorder.epoch(values, self.progress.step)
+        values = {"epoch": epoch, "train_loss": train_loss} | _validated(accuracy)
+        recorder.epoch(values | {"seconds": seconds}, self.progress.step)
         balanced = ""
         if self.progress.best_by == "balanced":
             balanced = f"  balanced {accuracy.balanced:.2f}%"
@@ -450,6 +485,9 @@ class Trainer:
         is_measured_otherwise = any(one.affects == "accuracy" for one in self.changes)
         if upcycles or (is_measured_otherwise and not self.progress.finished):
             self.progress.forget_validations()
+        limits = ("EPOCHS", "MAX_STEPS", "PATIENCE", "MINUTES")
+        if any(before.TRAIN[key] != now.TRAIN[key] for key in limits):
+            self.progress.ended = ""
 
     def _check_training(self, source: Checkpoint) -> dict:
         """The state of the training in a checkpoint, which must be from a classifier's run."""
@@ -483,6 +521,20 @@ class Trainer:
                 f"{where}: was written with MODEL.MOE.FREEZE {was_frozen}, which cannot change"
                 " within a run; MODEL.PRETRAINED starts another run from its weights"
             )
+
+
+def _validated(accuracy: Accuracy) -> dict[str, float]:
+    """What metrics.jsonl has of a validation."""
+    return {
+        "val_loss": accuracy.loss,
+        "val_top1": accuracy.top1,
+        "val_top5": accuracy.top5,
+        "val_balanced": accuracy.balanced,
+    }
+
+
+def _in_words(accuracy: Accuracy) -> str:
+    return accuracy_in_words(round(accuracy.top1 * accuracy.images / 100), accuracy.images)
 
 
 def mean_over_ranks(world: World, value: float) -> float:

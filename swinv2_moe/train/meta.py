@@ -96,6 +96,8 @@ _CLASSIFIER_TRAINING = record(
         "loss_watch": _LOSS_WATCH,
         "best_by": TEXT,
         "best_score": NUMBER,
+        "best_epoch": COUNT,
+        "ended": TEXT,
         "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
         "dense_updates": COUNT,
         "epoch_losses": NUMBER,

@@ -275,7 +275,8 @@ class LossWatch:
 
 @dataclass
 class Progress:
-    """The counters of a run. The first four fields are its configuration."""
+    """The counters of a run. The first four fields are its configuration, as are `best_by` and
+    `patience`."""
 
     epochs: int  # TRAIN.EPOCHS
     max_steps: int  # TRAIN.MAX_STEPS; 0: no limit
@@ -294,13 +295,17 @@ class Progress:
     best_by: str = "top1"  # TRAIN.BEST_BY
     best_score: float = 0.0  # of the best validation, in the measure of `best_by`
     last_top1: float | None = None
+    patience: int = 0  # TRAIN.PATIENCE
+    best_epoch: int = 0  # complete epochs at the best validation
+    ended: str = ""  # why training has ended before its last epoch
     loss_watch: LossWatch = field(default_factory=LossWatch)
 
     @property
     def steps_done(self) -> bool:
         """Whether the last step is done."""
         has_limit = self.max_steps > 0
-        return self.epoch >= self.epochs or (has_limit and self.step >= self.max_steps)
+        at_limit = has_limit and self.step >= self.max_steps
+        return self.epoch >= self.epochs or at_limit or bool(self.ended)
 
     @property
     def is_last_step(self) -> bool:
@@ -346,23 +351,31 @@ class Progress:
             Whether no validation so far is better.
         """
         self.validated_step = self.step
-        if self.epoch_step == self.steps_per_epoch:
-            self.epoch += 1
-            self.epoch_step = 0
-            self.epoch_loss = 0.0
-            self.epoch_losses = 0
+        self.count_epoch()
         if score is None:
             score = top1
         # of equals the later one, with a lower learning rate
         is_best = self.best_top1 < 0 or score >= self.best_score
         if is_best:
             self.best_top1, self.best_score = top1, score
+            self.best_epoch = self.epoch
+        elif self.patience and self.epoch - self.best_epoch >= self.patience:
+            self.ended = f"no better validation in {self.epoch - self.best_epoch} epochs"
         self.last_top1 = top1
         return is_best
+
+    def count_epoch(self) -> None:
+        """Count the current epoch if all of its steps are done."""
+        if self.epoch_step == self.steps_per_epoch:
+            self.epoch += 1
+            self.epoch_step = 0
+            self.epoch_loss = 0.0
+            self.epoch_losses = 0
 
     def forget_validations(self) -> None:
         """Forget all validations: they are of another run, whose state this run continues."""
         self.best_top1 = -1.0
+        self.best_epoch = self.epoch
         self.last_top1 = None
         self.to_target.validations.clear()
 
@@ -381,6 +394,8 @@ class Progress:
             "best_top1": self.best_top1,
             "best_by": self.best_by,
             "best_score": self.best_score,
+            "best_epoch": self.best_epoch,
+            "ended": self.ended,
             "last_top1": self.last_top1,
             "time_to_target": self.to_target.state(),
             "loss_watch": self.loss_watch.state(),
@@ -396,8 +411,9 @@ class Progress:
         Args:
             step: number of steps before the state was taken.
             state: as `state()` returns it. Earlier versions lack "time_to_target", "loss_watch",
-                "epoch_losses", "epoch_seconds", "best_by" and "best_score". After a change of
-                TRAIN.BEST_BY the next validation is the best one; after the last step none follows.
+                "epoch_losses", "epoch_seconds", "best_by", "best_score", "best_epoch" and "ended".
+                After a change of TRAIN.BEST_BY the next validation is the best one; after the last
+                step none follows.
         """
         self.step = step
         self.epoch = state["epoch"]
@@ -409,6 +425,8 @@ class Progress:
             self.to_target.load(state["time_to_target"])
         if "loss_watch" in state:
             self.loss_watch.load(state["loss_watch"])
+        self.ended = state.get("ended", "")
+        self.best_epoch = state.get("best_epoch", self.epoch)
         images_seen = state["epoch_step"] * state["global_batch"]
         self.epoch_step = min(images_seen // self.global_batch, self.steps_per_epoch)
         share = self.epoch_step / max(state["epoch_step"], 1)

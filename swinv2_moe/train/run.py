@@ -17,15 +17,19 @@ from swinv2_moe.config import (
     run_config,
 )
 from swinv2_moe.data.build import Data
+from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import MoEModel, build_model, measure_model
+from swinv2_moe.output import print_lines
 from swinv2_moe.train.agreement import check_same_start, differing_versions
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train.defaults import Choice
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.environment import describe_environment
+from swinv2_moe.train.frozen import MOST, Probe, choose_size, probe, set_classifier
 from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.optim import without_slow_amp
@@ -42,7 +46,7 @@ from swinv2_moe.train.run_report import (
 from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.teacher import Teacher, open_teacher
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
-from swinv2_moe.train.trial import settle
+from swinv2_moe.train.trial import settle, within_minutes_of
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
@@ -54,7 +58,7 @@ def train(
     resume_command: str = 'train(config, resume="auto")',
     began: float | None = None,
     check_images: bool = False,
-    largest_batch: int | None = None,
+    choice: Choice | None = None,
 ) -> dict | None:
     """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
@@ -65,7 +69,8 @@ def train(
         resume_command: the command that continues a stopped run, for a message to the user.
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
-        largest_batch: a new run tries batches up to this, as `settle` says; None: it does not.
+        choice: whose configuration this is. A new run tries what it leaves open: the size of the
+            image (`choose_size`), the batch and the epochs (`settle`).
 
     Returns:
         The summary; None if the run was told to stop before its end.
@@ -90,28 +95,27 @@ def train(
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         source = starting_point(root, resume, config, world)
-        sections, teacher, settled = _settled(config, source, largest_batch, world)
-        data, staging, distillation = _open_data(
-            sections, world, source, teacher, stack, check_images
-        )
-        group = expert_group(sections.model.experts, world)
+        config, first = _with_size(config, source, choice, world)
+        sections, teacher, settled = _settled(config, source, choice, world, phases.began)
+        opened = _open_data(sections, world, source, teacher, stack, check_images)
+        data, staging, distillation = opened
         size = measure_model(sections.model, data.num_classes)
         seed_everything(run.seed)  # the same weights on any number of ranks
+        group = expert_group(sections.model.experts, world)
         model = build_model(sections.model, data.num_classes, group)
         if source is None:
-            data = _load_pretrained(sections, model, world, data)
+            data = _load_pretrained(sections, model, world, data, first)
         trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
         was_finished = trainer.progress.finished
         _check_not_finished_elsewhere(trainer, source, root)
         lines = [*headline(trainer, size, source), *_notes(trainer), *settled]
-        # all ranks get here at about the same time: they have just exchanged versions
-        stack.enter_context(trainer.stop)
+        stack.enter_context(trainer.stop)  # all ranks get here at about the same time
         recorder = _open_recorder(root, trainer, lines, stack)
         saver = _open_saver(root / "checkpoints", trainer, source, recorder, stack)
+        progress = trainer.progress
         if not was_finished:
-            progress = trainer.progress
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
         with run_events(recorder, trainer, phases.began, staging):
             trainer.fit(recorder, saver)
@@ -119,23 +123,48 @@ def train(
             recorder.print_lines(_stopped(trainer, resume_command))
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
-        if trainer.progress.finished:
+        if progress.finished:
             _record_end(recorder, trainer, summary, root, was_finished)
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
     return None if trainer.stopped_by else summary
 
 
+def _with_size(
+    config: CfgNode, source: Checkpoint | None, choice: Choice | None, world: World
+) -> tuple[CfgNode, Probe | None]:
+    """The configuration with the size of image that is best for the frozen network, and the probe
+    of that size, as `choose_size` says."""
+    if choice is None or source is not None:
+        return config, None
+    config = within_minutes_of(config, choice.given, world)
+    if not choice.sizes:
+        return config, None
+    config, first, lines = choose_size(config, choice.sizes, world)
+    _show(lines, world)
+    return config, first
+
+
+def _show(lines: list[str], world: World) -> None:
+    if world.is_main:
+        print_lines(*lines, flush=True)
+
+
 def _settled(
-    config: CfgNode, source: Checkpoint | None, largest_batch: int | None, world: World
+    config: CfgNode,
+    source: Checkpoint | None,
+    choice: Choice | None,
+    world: World,
+    began: float,
 ) -> tuple[AllSections, Teacher | None, list[str]]:
     """The sections with what the weights were trained with and what trial steps have found, the
     teacher, if any, and lines about the sections."""
     config, lines = as_trained(config, source, world)
     # before the trial steps, which take time, and the memory that the teacher leaves free
     teacher = open_teacher(all_sections(config).train.distill, world)
-    if largest_batch is not None and source is None:
-        config, tried = settle(config, largest_batch, world, teacher)
+    if choice is not None and source is None:
+        elapsed = time.time() - began
+        config, tried = settle(config, choice.largest_batch, world, teacher, elapsed, choice.given)
         lines = lines + tried
     sections, amp_note = without_slow_amp(all_sections(config), world)
     return sections, teacher, lines + amp_note
@@ -162,9 +191,20 @@ def _open_data(
     return data, staging, Distillation(sections, world, data, teacher)
 
 
-def _load_pretrained(sections: AllSections, model: MoEModel, world: World, data: Data) -> Data:
-    """Load MODEL.PRETRAINED, if given, and return the data with messages about it."""
+def _load_pretrained(
+    sections: AllSections, model: MoEModel, world: World, data: Data, first: Probe | None
+) -> Data:
+    """Load MODEL.PRETRAINED, if given, and with TRAIN.PROBE the classifier of the frozen features:
+    `first`, or if that is None one of the training images. Returns the data with messages."""
     notes = load_pretrained(sections.model, model, world, sections.run.seed, data.class_names)
+    if sections.train.probe:
+        if first is None:
+            sources = Sources(
+                data.train_loader.dataset.source, data.val_loader.dataset.source, data.class_names
+            )
+            first = probe(model.to(world.device), sections, sources, world, MOST)
+            _show([f"a linear classifier on the frozen network: {first.classifier}"], world)
+        set_classifier(model, first.classifier)
     return replace(data, notes=data.notes + notes)
 
 

@@ -13,6 +13,7 @@ from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import short
 from swinv2_moe.models import Complexity
+from swinv2_moe.start.known import accuracy_in_words
 from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
@@ -186,11 +187,26 @@ def closing_lines(trainer: Trainer, summary: dict, root: Path) -> list[str]:
             f"time to solution {summary['time_to_solution']:,.1f} s: {parts};"
             f" {accounted_share(phases):.1%} accounted for"
         )
+    if trainer.config.train.probe:
+        lines.append(result_line(progress.best_top1, progress.best_epoch, trainer.data.val_size))
     lines.append(
         f"final top-1 {progress.last_top1:.2f}%, best {progress.best_top1:.2f}%;"
         f" checkpoints in {root / 'checkpoints'}, TensorBoard logs in {root / 'tensorboard'}"
     )
     return lines
+
+
+def result_line(top1: float, epoch: int, images: int) -> str:
+    """Which model is the best one, and how well its accuracy is known.
+
+    Args:
+        top1: percent of the `images` held-out images.
+        epoch: complete epochs; 0: before training.
+    """
+    model = f"the model after epoch {epoch}"
+    if not epoch:
+        model = "the classifier on the frozen network, which training did not improve"
+    return f"result: {model}: {accuracy_in_words(round(top1 * images / 100), images)}"
 
 
 def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, seconds: float) -> dict:
@@ -203,6 +219,8 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
     summary: dict[str, object] = {
         "val_top1": progress.last_top1,
         "best_val_top1": progress.best_top1,
+        "best_epoch": progress.best_epoch,
+        "ended": progress.ended or None,
         "epochs": progress.epoch,
         "steps": progress.step,
         "images_per_second": trainer.throughput.images_per_second,

@@ -30,6 +30,12 @@ class RunConfig:
         least=1,
         affects="",
     )
+    val_freq: int = option(
+        1,
+        "epochs between two validations; the last epoch is always validated",
+        least=1,
+        affects="",
+    )
     event_log: bool = option(
         False,
         "write `events.log` in the MLPerf log format (needs the mlperf extra)",
@@ -248,8 +254,27 @@ class TrainConfig:
     best_by: str = option(
         "top1",
         "what the checkpoint `best` is best in: validation accuracy (`top1`), its mean over the"
-        " classes (`balanced`, for classes with few images), or the validation loss (`loss`)",
-        choices=("top1", "balanced", "loss"),
+        " classes (`balanced`, for classes with few images), the validation loss (`loss`), or that"
+        " loss at the temperature at which it is lowest (`calibrated`, for few images)",
+        choices=("top1", "balanced", "loss", "calibrated"),
+    )
+    probe: bool = option(
+        False,
+        "before the first step, fit the classifier to the features of the frozen network; this"
+        " model is validated and saved as step 0",
+    )
+    patience: int = option(
+        0,
+        "epochs without a better validation after which training ends; 0: never",
+        least=0,
+        affects="",
+    )
+    minutes: float = option(
+        0.0,
+        "the most that a run may take, start included; training ends with the last epoch that"
+        " fits. 0: any time",
+        least=0,
+        affects="",
     )
     skip_non_finite: int = option(
         0,

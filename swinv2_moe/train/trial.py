@@ -6,19 +6,21 @@ Each rank tries alone, with all experts, so that no rank waits for one whose mem
 
 import gc
 import itertools
+import math
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 from yacs.config import CfgNode
 
-from swinv2_moe.config import AllSections, all_sections, given_keys
+from swinv2_moe.config import AllSections, all_sections
 from swinv2_moe.config.checks import check_config
 from swinv2_moe.data.build import Data, build_data
 from swinv2_moe.data.datasets import Batch
@@ -44,15 +46,23 @@ _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's 
 
 
 def settle(
-    config: CfgNode, largest: int, world: World, teacher: Teacher | None = None
+    config: CfgNode,
+    largest: int,
+    world: World,
+    teacher: Teacher | None = None,
+    elapsed: float = 0.0,
+    given: Collection[str] = (),
 ) -> tuple[CfgNode, list[str]]:
-    """The configuration with the largest batch that fits into every rank's memory and the number
-    of data workers, and lines about them and the duration of the training. Collective.
+    """The configuration with the largest batch that fits into every rank's memory, the number of
+    data workers and the epochs that fit into TRAIN.MINUTES, and lines about them and the duration
+    of the training. Collective.
 
     Args:
         largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
             DATA.BATCH_SIZE is given.
         teacher: that of the training, if any. It must know the classes of the pictures.
+        elapsed: seconds since the program began.
+        given: keys that the user has set, which stay as they are.
 
     Raises:
         UserError: on every rank, if the pictures cannot be used, or one does not fit into a rank's
@@ -61,7 +71,7 @@ def settle(
     sources = world.on_every_rank(lambda: _sources(config, teacher))
     config, lines = config.clone(), []
     config.defrost()
-    if "DATA.NUM_WORKERS" not in (given_keys(config) or ()):
+    if "DATA.NUM_WORKERS" not in given:
         cores = max(1, available_cores() // _local_ranks())
         config.DATA.NUM_WORKERS = world.agree(min(_MAX_WORKERS, cores))
         lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
@@ -80,7 +90,10 @@ def settle(
             lines.append("  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed")
     check_config(config)
     config.freeze()
-    seconds = max(world.gather(_duration(config, sources, world)))
+    times = max(world.gather(_times(config, sources, world)))
+    config, shortened = _within_minutes(config, times, world.agree(elapsed), given)
+    lines += shortened
+    seconds = _duration(config, times)
     beside = ""
     if teacher is not None:
         beside = ", and the time of the teacher, which is not tried"
@@ -175,9 +188,62 @@ def _step(sections: AllSections, classes: int, device: torch.device) -> Training
     return step
 
 
-def _duration(config: CfgNode, sources: Sources, world: World) -> float:
-    """Seconds of the training, from a few steps on its own pictures. The first step, which may
-    compile kernels, does not count."""
+def within_minutes_of(config: CfgNode, given: Collection[str], world: World) -> CfgNode:
+    """The configuration without the limit TRAIN.MINUTES on a GPU, unless the user has given it."""
+    if world.device.type == "cpu" or "TRAIN.MINUTES" in given:
+        return config
+    config = config.clone()
+    config.defrost()
+    config.TRAIN.MINUTES = 0.0
+    config.freeze()
+    return config
+
+
+class _Times(NamedTuple):
+    """Seconds, and steps."""
+
+    step: float
+    validation: float
+    steps: int  # of an epoch
+
+
+def _within_minutes(
+    config: CfgNode, times: _Times, elapsed: float, given: Collection[str]
+) -> tuple[CfgNode, list[str]]:
+    """The configuration with fewer epochs, or steps, where those that were chosen would take longer
+    than TRAIN.MINUTES."""
+    left = 60 * config.TRAIN.MINUTES - elapsed
+    if not config.TRAIN.MINUTES or _duration(config, times) <= left:
+        return config, []
+    config = config.clone()
+    config.defrost()
+    train, lines = config.TRAIN, []
+    epoch = times.step * times.steps
+    fitting = int((left - times.validation) / (epoch + times.validation / config.VAL_FREQ))
+    if "TRAIN.EPOCHS" not in given:
+        train.EPOCHS = max(1, min(train.EPOCHS, fitting))
+        train.WARMUP_EPOCHS = min(train.WARMUP_EPOCHS, train.EPOCHS // 2)
+        lines.append(f"  TRAIN.EPOCHS {train.EPOCHS}: as many as fit into TRAIN.MINUTES")
+    if fitting < 1 and "TRAIN.MAX_STEPS" not in given:
+        train.MAX_STEPS = max(1, int((left - times.validation) / times.step))
+        lines.append(f"  TRAIN.MAX_STEPS {train.MAX_STEPS}: an epoch takes {in_words(epoch)}")
+    config.freeze()
+    return config, lines
+
+
+def _duration(config: CfgNode, times: _Times) -> float:
+    """Seconds of the training."""
+    train = config.TRAIN
+    steps = times.steps * train.EPOCHS
+    if train.MAX_STEPS:
+        steps = min(steps, train.MAX_STEPS)
+    validations = math.ceil(steps / times.steps / config.VAL_FREQ) + train.PROBE
+    return steps * times.step + validations * times.validation
+
+
+def _times(config: CfgNode, sources: Sources, world: World) -> _Times:
+    """The times of a few steps on the training's own pictures. The first step, which may compile
+    kernels, does not count."""
     sections = _sections(config, world.device)
     data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
     accumulation = sections.train.accumulation_steps
@@ -186,11 +252,7 @@ def _duration(config: CfgNode, sources: Sources, world: World) -> float:
         step = _step(sections, data.num_classes, world.device)
         seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
     seconds_per_batch = max(_time_forward(step, batch), waited)
-    steps *= sections.train.epochs
-    if sections.train.max_steps:
-        steps = min(steps, sections.train.max_steps)
-    validations = sections.train.epochs * len(data.val_loader)
-    return steps * seconds_per_step + validations * seconds_per_batch
+    return _Times(seconds_per_step, len(data.val_loader) * seconds_per_batch, steps)
 
 
 def _time_steps(step: TrainingStep, data: Data, accumulation: int) -> tuple[float, float, Batch]:

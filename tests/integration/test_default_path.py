@@ -62,13 +62,24 @@ def test_a_folder_is_enough(photos, train_command):
     assert lines[1] == "weights: bundled:tiny (swinv2_moe, 4 experts, trained at 16 px)"
     first_epoch = next(i for i, line in enumerate(lines) if line.startswith("epoch 1/2"))
     before = "\n".join(lines[:first_epoch])
-    for words in ("DATA.IMG_SIZE 32", "TRAIN.EPOCHS 2", "DATA.BATCH_SIZE 8", "expected duration"):
+    for words in (
+        "a linear classifier on the frozen network, by size of image:",
+        "16 of 16 pictures in cross-validation, 100% (81 to 100)",
+        "DATA.IMG_SIZE 16: the smallest whose log loss is within 2% of the lowest",
+        "TRAIN.EPOCHS 2",
+        "DATA.BATCH_SIZE 8",
+        "expected duration",
+        "the frozen network: 4 of 4 held-out pictures, 100% (51 to 100)",
+    ):
         assert words in before, words
+    assert lines[-5].startswith("result: ")
+    assert lines[-5].endswith(": 4 of 4 held-out pictures, 100% (51 to 100)")
     commands = [line.removeprefix("next:").strip() for line in lines[-3:]]
     assert all("output/photos" in command for command in commands)
     config = configuration(Path("output/photos"))
     assert config.MODEL.PRETRAINED == "bundled:tiny"
-    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (32, 4)
+    assert (config.DATA.IMG_SIZE, config.MODEL.SWINV2.WINDOW_SIZE) == (16, 4)
+    assert (config.TRAIN.PROBE, config.MODEL.MOE.CAPACITY_FACTOR) == (True, 0)
     assert (config.DATA.BATCH_SIZE, config.TRAIN.EPOCHS) == (8, 2)
 
     again = train_command("--data", "photos")
@@ -171,7 +182,7 @@ def test_weights_of_a_byte_each(stand_in, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "--data PICTURES fine-tunes a model on a folder of pictures"),
+        ([], "FOLDER fine-tunes a model on a folder of pictures"),
         (["--data", "none"], "error: DATA.PATH is 'none': no such directory"),
         (["--data", "photos", "--resume", "other"], "error: --resume other: needs the --cfg"),
         (["--data", "photos/blue"], "error: DATA.PATH is 'photos/blue'"),

@@ -23,16 +23,15 @@ from swinv2_moe.data.sources import Source, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.few_shot import (
     CLASSIFIERS,
-    Features,
     Protocol,
     draw_shots,
-    extract_features,
     few_shot_accuracy,
     knn_accuracy,
     measure,
 )
 from swinv2_moe.models import build_model
 from swinv2_moe.train.distributed import World, expert_group, seed_everything
+from swinv2_moe.train.frozen import Features, extract_features
 
 CLASSES, DIM = 5, 16
 

@@ -113,12 +113,41 @@ def test_without_weights_the_line_says_what_to_put_where(tmp_path):
 
 
 def test_epochs_follow_the_number_of_pictures():
-    counts = [20, 1000, 10**6]
-    assert [ruled(photographs(n))["TRAIN.EPOCHS"] for n in counts] == [60, 30, 10]
+    counts = [20, 1500, 10**6]
+    assert [ruled(photographs(n))["TRAIN.EPOCHS"] for n in counts] == [20, 13, 10]
+    taught = {"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"}
+    assert [ruled(photographs(n), taught)["TRAIN.EPOCHS"] for n in counts] == [60, 40, 10]
     scratch = apply_rules(photographs(), Weights("", {}, ""), {})[0]
     assert scratch["TRAIN.EPOCHS"] == 60
     assert "DATA.IMG_SIZE" not in scratch
     assert "TRAIN.LAYER_DECAY" not in scratch
+
+
+def test_a_classifier_on_the_frozen_network_comes_first():
+    """With pretrained weights; a teacher has other targets, random weights know nothing."""
+    chosen = ruled(photographs(100))
+    assert (chosen["TRAIN.PROBE"], chosen["TRAIN.BEST_BY"]) == (True, "calibrated")
+    assert (chosen["VAL_FREQ"], chosen["TRAIN.PATIENCE"]) == (4, 12)  # of 20 epochs
+    assert chosen["TRAIN.MINUTES"] == 10
+    given = {"TRAIN.EPOCHS": 3}
+    assert "TRAIN.MINUTES" not in ruled(photographs(100), given)
+    assert ruled(photographs(100), given)["VAL_FREQ"] == 1
+    taught = ruled(photographs(100), {"TRAIN.DISTILL.TEACHER": "efficientnet_lite2"})
+    scratch = apply_rules(photographs(100), Weights("", {}, ""), {})[0]
+    for others in (taught, scratch):
+        assert not {"TRAIN.PROBE", "TRAIN.BEST_BY", "VAL_FREQ", "TRAIN.PATIENCE"} & others.keys()
+
+
+def test_sizes_that_the_frozen_network_is_tried_at():
+    """Also those that are larger than the pictures, with windows that tile them."""
+    weights = Weights("some", SWIN, "")
+    size, window = "DATA.IMG_SIZE", "MODEL.SWINV2.WINDOW_SIZE"
+    assert defaults.sizes_to_try(weights, {}) == [{size: 64}, {size: 96, window: 12}, {size: 128}]
+    large = Weights("some", SWIN | {size: 256}, "")
+    assert defaults.sizes_to_try(large, {}) == [{size: 128}, {size: 256}]
+    assert defaults.sizes_to_try(weights, {size: 80}) == []
+    assert defaults.sizes_to_try(weights, {"TRAIN.DISTILL.TEACHER": "some"}) == []
+    assert defaults.sizes_to_try(Weights("", {}, ""), {}) == []
 
 
 @pytest.mark.parametrize(

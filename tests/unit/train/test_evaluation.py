@@ -181,3 +181,31 @@ def test_any_number_of_ranks_says_the_same_of_every_image(ranks, run_processes):
     limited = predict(make_model(config), make_loader(config, *SIZES[0]), ALONE, nullcontext)[0]
     assert not np.allclose(limited.losses, expected[0].losses, rtol=1e-4)
     run_processes(on_rank, ranks, ranks, expected, limited)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 20.0])
+def test_the_temperature_of_the_lowest_loss(scale):
+    """Of labels drawn from softmax(z), logits `scale` * z have the temperature `scale`, within the
+    noise of 4,000 labels; beyond the range it is the end of the range."""
+    random = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(4000, 5, generator=random)
+    targets = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+
+    class Scaled(nn.Module):
+        def forward(self, images):
+            return scale * images
+
+    batches = [
+        Batch(*part, []) for part in zip(logits.split(1000), targets.split(1000), strict=True)
+    ]
+    found = evaluate(Scaled(), batches, ALONE, nullcontext)
+    # the standard error of log T is about 0.02 here
+    assert found.temperature == pytest.approx(min(scale, 4.0), rel=0.1)
+    losses = [
+        float(nn.functional.cross_entropy(scale * logits / at, targets))
+        for at in (found.temperature, 1)
+    ]
+    # a parabola through points a quarter of an octave apart
+    assert found.calibrated == pytest.approx(losses[0], abs=2e-3)
+    assert found.loss == pytest.approx(losses[1], rel=1e-5)
+    assert found.score("calibrated") == -found.calibrated

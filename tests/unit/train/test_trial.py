@@ -14,7 +14,15 @@ from swinv2_moe.train import trial
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.step import TrainingStep
-from swinv2_moe.train.trial import free_memory, largest_fitting, settle
+from swinv2_moe.train.trial import (
+    _duration,
+    _Times,
+    _within_minutes,
+    free_memory,
+    largest_fitting,
+    settle,
+    within_minutes_of,
+)
 
 
 def linear(size: int) -> int:
@@ -59,6 +67,34 @@ def test_another_error_is_not_taken_for_full_memory():
 
     with pytest.raises(RuntimeError, match="shapes differ"):
         largest_fitting(peak_of, 32, 10**9)
+
+
+def test_as_many_epochs_as_fit_into_the_minutes(make_config, tmp_path):
+    """10 s of epochs with 1 s of validation every second one; those that are given stay."""
+    keys = {"TRAIN.EPOCHS": 20, "TRAIN.WARMUP_EPOCHS": 4, "TRAIN.MINUTES": 2, "VAL_FREQ": 2}
+    config = make_config(tmp_path, keys)
+    times = _Times(step=1.0, validation=1.0, steps=10)
+    assert _duration(config, times) == 20 * 10 + 10
+    fitted, lines = _within_minutes(config, times, 30.0, ())  # 90 s are left
+    assert (fitted.TRAIN.EPOCHS, fitted.TRAIN.WARMUP_EPOCHS, fitted.TRAIN.MAX_STEPS) == (8, 4, 0)
+    assert _duration(fitted, times) <= 90
+    assert lines == ["  TRAIN.EPOCHS 8: as many as fit into TRAIN.MINUTES"]
+    assert _within_minutes(config, times, 30.0, {"TRAIN.EPOCHS"})[0].TRAIN.EPOCHS == 20
+    assert _within_minutes(make_config(tmp_path, {"TRAIN.MINUTES": 0}), times, 9e9, ())[1] == []
+    long = _Times(step=1.0, validation=1.0, steps=1000)
+    fitted, lines = _within_minutes(config, long, 30.0, ())
+    assert (fitted.TRAIN.EPOCHS, fitted.TRAIN.WARMUP_EPOCHS, fitted.TRAIN.MAX_STEPS) == (1, 0, 89)
+    assert len(lines) == 2
+
+
+def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path):
+    config = make_config(tmp_path, {"TRAIN.MINUTES": 10})
+    gpu, cpu = (World(0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
+    limits = [
+        within_minutes_of(config, given, world).TRAIN.MINUTES
+        for given, world in (((), gpu), (("TRAIN.MINUTES",), gpu), ((), cpu))
+    ]
+    assert limits == [0, 10, 10]
 
 
 def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):

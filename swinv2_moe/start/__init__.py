@@ -1,0 +1,1 @@
+"""What a training on a folder of pictures starts from, and what is known of it. Without torch."""

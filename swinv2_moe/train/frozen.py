@@ -1,0 +1,214 @@
+"""The pretrained network before its training: its features, a classifier on them, and the size of
+image at which that classifier is best.
+
+N images, D features, K classes, B images per rank and batch, W ranks
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from yacs.config import CfgNode
+
+from moe_core import equal_tokens, prepared
+from swinv2_moe.config import AllSections, all_sections
+from swinv2_moe.config.checks import check_config
+from swinv2_moe.data.build import evaluation_loader
+from swinv2_moe.data.sources import Source, Sources, load_sources
+from swinv2_moe.data.sources.base import Subset
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel, build_model
+from swinv2_moe.start.probe import Classifier, fit_classifier
+from swinv2_moe.tables import Bar, Console, in_words
+from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.train.initial import as_trained, load_pretrained
+from swinv2_moe.train.optim import build_autocast, without_slow_amp
+
+MOST = 10_000  # pictures that the classifier is fitted to
+_FOR_SIZES = 500  # pictures that sizes are compared on
+_SHARE = 0.1  # of the time of the training that a size may take
+_CLEARLY = 0.02  # the share of the log loss by which a larger image must be better
+
+
+class Features(NamedTuple):
+    """Features and targets of the readable images, in the order of the data set."""
+
+    features: np.ndarray  # float32 [N, D]
+    targets: np.ndarray  # int64 [N]
+
+
+class Probe(NamedTuple):
+    """A classifier on the frozen network."""
+
+    classifier: Classifier
+    images: int  # that it was fitted to
+    seconds: float
+
+
+@torch.inference_mode()
+def extract_features(
+    model: MoEModel, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+) -> tuple[Features, list[str]]:
+    """The pooled features before the classifier (timm's `pre_logits`). Collective.
+
+    Each image appears once, in the order of the data set, for any number of ranks. The main rank
+    gets the features, on the CPU; the other ranks get none. The model stays in evaluation mode.
+
+    Args:
+        loader: Batches of this rank from a ValSampler, so that all ranks have equally many.
+
+    Returns:
+        Features, and the paths of unreadable images.
+    """
+    model.eval()
+    features, targets, unreadable = [], [], []
+    with prepared(model), equal_tokens(model):
+        for images, labels, bad, _ in loader:
+            with autocast():
+                maps = model.forward_features(images.to(world.device, non_blocking=True))
+                pooled = model.forward_head(maps, pre_logits=True)  # [B, D]
+            labels = world.gather_rows(labels.to(world.device))  # [B * W]
+            is_labelled = labels >= 0  # excludes padding and unreadable images
+            features.append(world.gather_rows(pooled.float())[is_labelled])
+            targets.append(labels[is_labelled])
+            unreadable += bad
+            after_batch()
+    paths = [path for paths in world.gather(unreadable) for path in paths]
+    return Features(torch.cat(features).numpy(), torch.cat(targets).numpy()), paths
+
+
+def probe(
+    model: MoEModel, sections: AllSections, sources: Sources, world: World, most: int
+) -> Probe:
+    """Fit a classifier to the features of at most `most` training images, as many of each class as
+    possible. Where the classifier of `model` has rows of these classes, it is a start. Collective;
+    every rank gets the same one.
+
+    Raises:
+        UserError: on every rank: fewer than two classes can be read, or features are not finite.
+    """
+    began = time.perf_counter()
+    images = _some(sources.train, most, sections.run.seed)
+    loader = evaluation_loader(sections.data, images, world.rank, world.size)
+    autocast = build_autocast(sections.run, world)
+    title = f"features at {sections.data.img_size} px"
+    with Bar(Console(), title, len(loader), visible=world.is_main) as bar:
+        found, _ = extract_features(model, loader, world, autocast, lambda: bar.advance(""))
+
+    def fit() -> Classifier | None:
+        if not world.is_main:
+            return None
+        if len(np.unique(found.targets)) < 2:
+            raise UserError(
+                f"DATA.PATH {sections.data.path}: of the {len(images):,} pictures that were looked"
+                " at, those of fewer than two classes can be read"
+            )
+        if not np.isfinite(found.features).all():
+            raise UserError(
+                f"MODEL.PRETRAINED {sections.model.pretrained}: its features are not finite"
+            )
+        known = None
+        if sections.model.pretrained and not sections.model.class_map:
+            known = model.get_parameter(model.classifier_names()[0]).detach().cpu().double().numpy()
+        return fit_classifier(found.features, found.targets, len(sources.class_names), known)
+
+    classifier = world.agree(world.on_every_rank(fit))
+    assert classifier is not None
+    return Probe(classifier, len(images), time.perf_counter() - began)
+
+
+def set_classifier(model: MoEModel, classifier: Classifier) -> None:
+    """Give the model the weights of a classifier on its own features."""
+    values = (classifier.weight, classifier.bias)
+    with torch.no_grad():
+        for name, value in zip(model.classifier_names(), values, strict=True):
+            parameter: Tensor = model.get_parameter(name)
+            parameter.copy_(torch.from_numpy(value))
+
+
+def choose_size(
+    config: CfgNode, sizes: Sequence[Mapping[str, object]], world: World
+) -> tuple[CfgNode, Probe | None, list[str]]:
+    """The configuration with the size of image whose probe has the lowest log loss, the probe if it
+    has seen every training image, and lines about the sizes. Collective.
+
+    Sizes that would take more than a tenth of TRAIN.MINUTES are left out, but for the first.
+
+    Args:
+        sizes: keys and values of each size, the smallest image first.
+    """
+    sources = world.on_every_rank(lambda: load_sources(all_sections(config).data))
+    limit = 60 * config.TRAIN.MINUTES * _SHARE or float("inf")
+    tried: list[tuple[CfgNode, Probe]] = []
+    lines = []
+    for keys in sizes:
+        changed = with_keys(config, keys)
+        size = changed.DATA.IMG_SIZE
+        if tried:
+            before = tried[-1]
+            expected = before[1].seconds * (size / before[0].DATA.IMG_SIZE) ** 2
+            if world.agree(expected > limit):
+                lines.append(f"  {size} px: not tried, it would take about {in_words(expected)}")
+                break
+        sections = _as_trained(changed, world)
+        model = _pretrained(sections, sources, world)
+        found = probe(model, sections, sources, world, _FOR_SIZES)
+        tried.append((changed, found))
+        loss = f"log loss {found.classifier.log_loss:.2f}"
+        lines.append(f"  {size} px: {found.classifier}, {loss}")
+    best = min(found.classifier.log_loss for _, found in tried)
+    config, found = next(
+        (changed, found)
+        for changed, found in tried
+        if found.classifier.log_loss <= (1 + _CLEARLY) * best
+    )
+    lines = ["a linear classifier on the frozen network, by size of image:", *lines]
+    lines.append(
+        f"  DATA.IMG_SIZE {config.DATA.IMG_SIZE}: the smallest whose log loss is within"
+        f" {_CLEARLY:.0%} of the lowest"
+    )
+    has_all = found.images == len(sources.train)
+    return config, found if has_all else None, lines
+
+
+def with_keys(config: CfgNode, values: Mapping[str, object]) -> CfgNode:
+    """A checked copy of the configuration with other values of some keys."""
+    config = config.clone()
+    config.defrost()
+    for name, value in values.items():
+        group, _, key = name.rpartition(".")
+        node = config
+        for part in filter(None, group.split(".")):
+            node = node[part]
+        node[key] = value
+    check_config(config)
+    config.freeze()
+    return config
+
+
+def _as_trained(config: CfgNode, world: World) -> AllSections:
+    sections, _ = without_slow_amp(all_sections(as_trained(config, None, world)[0]), world)
+    return sections
+
+
+def _pretrained(sections: AllSections, sources: Sources, world: World) -> MoEModel:
+    """The pretrained network of each rank, with all experts."""
+    seed_everything(sections.run.seed)
+    model = build_model(sections.model, len(sources.class_names))
+    load_pretrained(sections.model, model, world, sections.run.seed, sources.class_names)
+    return model.to(world.device)
+
+
+def _some(source: Source, most: int, seed: int) -> Source:
+    """At most `most` images of a source, as many of each class as possible."""
+    if len(source) <= most:
+        return source
+    targets = np.asarray(source.targets)
+    order = np.random.default_rng(seed).permutation(len(targets))
+    order = order[np.argsort(targets[order], kind="stable")]
+    _, starts, counts = np.unique(targets[order], return_index=True, return_counts=True)
+    rank = np.arange(len(order)) - np.repeat(starts, counts)  # within the class
+    return Subset(source, np.sort(order[np.argsort(rank, kind="stable")[:most]]))
