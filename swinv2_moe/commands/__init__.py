@@ -13,11 +13,13 @@ from swinv2_moe.commands import interrupt  # noqa: F401
 import argparse
 import difflib
 import os
+import runpy
 import sys
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
+from pathlib import Path
 
 import argcomplete
 
@@ -42,11 +44,12 @@ COMMANDS = {  # the help of each command
     "config": "every setting, with its default and allowed values",
     "make-shards": "shards of a dataset, and their index",
     "stage": "copy shards to a local disk",
-    "make-shapes": "generate a dataset for detection",
     "make-class-map": "which pretrained classes are classes of another dataset",
     "prepare-coco": "lay out and check COCO",
     "prepare-imagenet": "unpack and check ImageNet",
 }
+# Commands that are scripts of a clone.
+SCRIPTS = {"make-shapes": "data/make_shapes.py"}
 # Commands that left, and what does their work.
 LEFT = {
     "configs": "docs/reference/models.md lists the configurations",
@@ -109,6 +112,10 @@ def main() -> None:
         print_lines(*more().split("\n"))
         return
     name = words[0].replace("_", "-")
+    if name in SCRIPTS and (script := Path(__file__).parents[2] / SCRIPTS[name]).is_file():
+        sys.argv = [str(script), *words[1:]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         problem = "is not a command; `swinv2-moe --help` lists them"

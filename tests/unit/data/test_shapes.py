@@ -1,6 +1,7 @@
 """data/make_shapes.py: the same bytes again, and annotations that fit the pixels."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from PIL import Image, ImageDraw
 from shapes_cases import CLASSES, Options, main, make_shapes
 from tool_cases import in_this_process, snapshot
 
+from swinv2_moe import commands
 from swinv2_moe.detection.annotations import check_annotations
 from swinv2_moe.errors import UserError
 
@@ -93,3 +95,15 @@ def test_the_command_keeps_what_is_there(tmp_path: Path, monkeypatch, capsys) ->
     again = make(tmp_path / "new", "--train", 1, "--val", 1)
     assert again == (2, "", f"error: {tmp_path}/new: must be a new or empty directory\n")
     assert snapshot(tmp_path) == before
+
+
+def test_the_verb_runs_the_script(tmp_path, monkeypatch, capsys):
+    words = ["swinv2-moe", "make-shapes", str(tmp_path / "shapes")]
+    monkeypatch.setattr(sys, "argv", words)
+    commands.main()
+    assert (tmp_path / "shapes/annotations/instances_train.json").is_file()
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(commands, "SCRIPTS", {"make-shapes": "data/none.py"})  # no clone
+    with pytest.raises(SystemExit):
+        commands.main()
+    assert "'make-shapes' is not a command" in capsys.readouterr().err
