@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_cases import make_layer
 
 from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
-from moe_core.ops.backend import Request, _languages, select
+from moe_core.ops.backend import Request, select, selected
 from moe_core.ops.native import library
 
 
@@ -241,9 +241,9 @@ def test_which_form_runs(monkeypatch):
         form("cpp", "cpu")
     monkeypatch.setattr(library, "sets_of_cpu", list)
     library.chosen.cache_clear()
-    _languages.cache_clear()
+    selected.cache_clear()
     try:
         assert form("auto", "cpu") == "plan.reference"
     finally:
         library.chosen.cache_clear()
-        _languages.cache_clear()
+        selected.cache_clear()

@@ -45,10 +45,10 @@ def kernels(request) -> str:
 def forget_libraries():
     """The choice of a library is made anew in this test and after it."""
     library.chosen.cache_clear()
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
     yield
     library.chosen.cache_clear()
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
 
 
 needs_cpp = pytest.mark.skipif(
