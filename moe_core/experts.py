@@ -173,7 +173,7 @@ class Experts(nn.Module):
         parameters = self.parameters_by_field
         used = self.averaged(parameters)
         if not self._copies.active:
-            return _gathered(used, gather)
+            return used if gather is None else used.map(gather)
         w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
         num_bytes = sum(weight.nbytes for weight in parameters.matrices().tensors())
@@ -182,12 +182,15 @@ class Experts(nn.Module):
             return used
 
         def copy() -> ExpertWeights:
-            return self._copy(_gathered(parameters, gather), dtype, may_pack)
+            own = parameters if gather is None else parameters.map(gather)
+            return self._copy(own, dtype, may_pack)
 
         sources = parameters.tensors()
         key = (dtype, may_pack, w1.device, num_gathered)
         copies = self._copies.get(sources, key, copy)
-        return copies or _gathered(used, gather)
+        if copies is not None or gather is None:
+            return copies or used
+        return used.map(gather)
 
     def averaged(self, parameters: ExpertWeights) -> ExpertWeights:
         """The same weights, whose gradients are averaged over replicas."""
@@ -295,13 +298,6 @@ class SharedExperts(Experts):
         """tokens [T, M] -> the sum of the shared experts' results [T, M]."""
         offsets = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
         return super().forward(tokens, offsets)
-
-
-def _gathered(weights: ExpertWeights, gather: Callable[[Tensor], Tensor] | None) -> ExpertWeights:
-    """The weights, each joined with the same weight of other ranks."""
-    if gather is None:
-        return weights
-    return weights.map(gather)
 
 
 class _ParameterShape(NamedTuple):

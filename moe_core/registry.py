@@ -63,8 +63,11 @@ class Registry(Mapping[str, Any]):
             )
 
     def __getitem__(self, name: str) -> Any:
-        self.check(name)
-        return self._look_up(name)
+        value = self._values.get(name)
+        if value is None:
+            self.check(name)
+            value = self._look_up(name)
+        return value
 
     def _look_up(self, name: str) -> Any:
         """The entry; None if the name is not known, or if its module is being imported."""
@@ -120,8 +123,8 @@ def check_activation(name: str, gated: bool) -> None:
     if name in GATED_ACTIVATIONS:
         if not gated:
             raise ValueError(f"activation ({name!r}) needs gated (False) to be True")
-        return
-    ACTIVATIONS.check(name)
+    elif name not in ACTIVATIONS:
+        ACTIVATIONS.check(name)
 
 
 def register_router(name: str) -> Callable[[Value], Value]:

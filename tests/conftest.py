@@ -95,7 +95,7 @@ def choose_again(monkeypatch):
 
     def forget() -> None:
         library.chosen.cache_clear()
-        backend._languages.cache_clear()
+        backend.selected.cache_clear()
 
     yield forget
     monkeypatch.undo()

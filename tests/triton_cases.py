@@ -183,8 +183,8 @@ def triton_on_cpu(monkeypatch) -> Iterator[None]:
 
     monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
     monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
     try:
         yield
     finally:
-        backend._languages.cache_clear()
+        backend.selected.cache_clear()

@@ -115,22 +115,26 @@ def select(operation: str, request: Request) -> str:
         ValueError: `kernels` has another value; it is "triton" but Triton cannot run; or it names
             instructions that this CPU lacks or whose kernels do not compile or load.
     """
-    return _constant_form(operation, *request)
+    if torch.compiler.is_compiling():
+        return _constant_form(operation, *request)
+    return selected(operation, request)
 
 
 # torch.compile cannot trace logging and imports, so the result is a constant for it. It passes the
 # fields one by one: torch 2.14 gives such a function an empty tuple in place of a named one.
 @torch.compiler.assume_constant_result
 def _constant_form(operation: str, *fields) -> str:
-    return _first_form(operation, Request(*fields))
+    return selected(operation, Request(*fields))
 
 
-# Beyond its limit of recompilations torch.compile runs the layer without tracing it, and would
-# compile the functions that the layer calls, this one too.
+# Chosen once for each request; a call that failed is tried again. Beyond its limit of
+# recompilations torch.compile runs the layer without tracing it, and would compile the functions
+# that the layer calls, this one too.
+@functools.cache
 @torch.compiler.disable
-def _first_form(operation: str, request: Request) -> str:
-    languages = _languages(request.kernels, request.device)
-    for language in languages:
+def selected(operation: str, request: Request) -> str:
+    """The module of the form that runs; outside of torch.compile."""
+    for language in _languages(request.kernels, request.device):
         for form in FORMS[operation]:
             if form.language == language and form.supports(request):
                 return form.module
@@ -177,7 +181,6 @@ def on_its_device(launcher: Callable) -> Callable:
     return launch
 
 
-@functools.cache
 def _languages(kernels: str, device: str) -> tuple[str, ...]:
     """The languages whose forms may run on a device of this type, in order of preference."""
     check_kernels(kernels, device)

@@ -146,16 +146,16 @@ def test_a_damaged_file_of_kernels_is_not_used(damage, tmp_path, monkeypatch, ca
 def test_kernels_of_a_layer_for_a_gpu_that_is_not_here(driver, monkeypatch, capsys):
     """Only which ones: they are not compiled."""
     for module, name in (
-        (backend, "_triton_obstacle"), (backend, "_languages"), (ffn, "_shared_memory"),
+        (backend, "_triton_obstacle"), (ffn, "_shared_memory"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
     found = []
     monkeypatch.setattr(launch, "compile_together", found.extend)
     words = ["kernels.py", "layer", "--compile", "--architecture", "90", "--shapes", "48x16x4"]
     monkeypatch.setattr(sys, "argv", words)
     kernels.main()
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
     printed = capsys.readouterr()
     assert (printed.out.partition(" in ")[0], printed.err) == (f"{len(found)} kernels compiled", "")
     names = Counter(job.args[0].__name__ for job in found)

@@ -23,7 +23,6 @@ from moe_core.ops.native.library import (
     call,
     library,
     packed_dtype,
-    pointer,
 )
 
 
@@ -143,7 +142,7 @@ class _Call:
         }
         num_experts, hidden_dim, model_dim = inputs.w1.shape
         self.problem = _Problem(
-            *[pointer(self.tensors[name]) for name in _POINTERS],
+            *[x if x is None else x.data_ptr() for x in map(self.tensors.get, _POINTERS)],
             num_tokens=len(inputs.tokens),
             top_k=inputs.slots.shape[1],
             num_experts=num_experts,
@@ -169,7 +168,8 @@ class _Call:
         space = functions.experts_space(problem, c_long(direction == "backward"))
         memory = empty((space,), torch.uint8, torch.device("cpu"))
         function = getattr(functions, f"experts_{direction}")
-        if function(problem, pointer(memory), *map(pointer, tensors)) != 0:
+        pointers = [c_void_p(x if x is None else x.data_ptr()) for x in (memory, *tensors)]
+        if function(problem, *pointers) != 0:
             raise ValueError("choices: one is not below the number of tokens times top_k")
 
 

@@ -154,11 +154,14 @@ def _fused(
     seed = None
     if dropout > 0:
         seed = dropout_seed(tokens)
+    matrices: tuple[Tensor | None, ...] = (None, None, None)
+    if casts is not None:
+        matrices = (casts.w1, casts.w2, casts.w3)
     inputs = MoEFFNInputs(
         tokens,
         gates,
         *weights,
-        *_matrices(casts),
+        *matrices,
         choices=plan.choices,
         offsets=plan.offsets,
         slots=plan.slots,
@@ -177,14 +180,6 @@ def _check_unpacked(weights: ExpertWeights, purpose: str) -> None:
     """Raise ValueError if weights are packed, in which form they are not numbers."""
     if not weights.w1.dtype.is_floating_point:
         raise ValueError(f"weights packed as {weights.w1.dtype} are not for {purpose}")
-
-
-def _matrices(
-    casts: ExpertWeights | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if casts is None:
-        return None, None, None
-    return casts.w1, casts.w2, casts.w3
 
 
 def casts_weights(

@@ -55,6 +55,7 @@ def description(kernels: str = "auto") -> str:
     return f"C++ ({choice[0].label})"
 
 
+@functools.cache
 def packed_dtype(dtype: torch.dtype, kernels: str = "auto") -> torch.dtype:
     """The dtype of packed weights for rows of `dtype`, which is fp32 or bf16."""
     if dtype == torch.bfloat16 and library(kernels).bf16_product_bytes() == 2:
@@ -73,16 +74,10 @@ def call(
     The function's arguments are pointers to the contiguous tensors (a null pointer for None), then
     `numbers` as `long`, or as `double` if they are floats.
     """
-    arguments: list = [pointer(tensor) for tensor in tensors]
+    arguments: list = [c_void_p(None if x is None else x.data_ptr()) for x in tensors]
     for number in numbers:
         arguments.append(c_double(number) if isinstance(number, float) else c_long(number))
     return getattr(library(kernels), function)(*arguments)
-
-
-def pointer(tensor: Tensor | None) -> c_void_p:
-    if tensor is None:
-        return c_void_p(None)
-    return c_void_p(tensor.data_ptr())
 
 
 def library(kernels: str = "auto") -> ctypes.CDLL:

@@ -82,7 +82,7 @@ def with_gradients(function, inputs, seed: int = 3) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    backend._languages.cache_clear()
+    backend.selected.cache_clear()
     backend._log_once.cache_clear()
 
 
