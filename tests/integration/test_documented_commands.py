@@ -44,7 +44,6 @@ NOT_RUN = {
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
     r"^python examples/sweep.py": "trains for an hour; test_sweep_example.py runs it",
     r"cifar10|imagenet22k|data/imagenet\b": "needs a data set",
-    r"profile machine.json": "needs the measurements of a cluster",
     r"\b(VERB|RUN|PICTURE|CHECKPOINT|NAME)\b|\.\.\.|^swinv2-moe train --check-files$": "a pattern",
     r"^(#SBATCH|export|--opts)": "a part of a command",
 }
