@@ -1,5 +1,5 @@
-"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU; with a run,
-also the time to its target (docs/explanation/planner.md).
+"""Predict a configuration's step time and memory from 1 to 4,096 GPUs, without a GPU
+(docs/explanation/planner.md).
 
     swinv2-moe plan-cluster --nodes 4 --gpus-per-node 8 \\
         --cfg in22k/swin_moe_base_window12_192_32expert
@@ -7,7 +7,7 @@ also the time to its target (docs/explanation/planner.md).
         --cfg imagenette_96 --profile h100 --batch-size 64
     torchrun --nproc_per_node 8 -m swinv2_moe plan-cluster --nodes 1 --gpus-per-node 8 --cfg FILE \\
         --profile here --save-profile machine.json
-    swinv2-moe plan-cluster output/mine --nodes 4 --gpus-per-node 8 --profile machine.json
+    swinv2-moe plan-cluster --nodes 4 --gpus-per-node 8 --cfg FILE --profile machine.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.table import Table
 from swinv2_moe.commands.options import (
     CommandParser,
     add_opts_argument,
-    add_run_argument,
     check_output_file,
 )
 from swinv2_moe.errors import UserError
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from moe_core.parallel import Machine
     from swinv2_moe.measure import cluster
-    from swinv2_moe.measure.cluster_time import RunTime
 
 
 def parse() -> argparse.Namespace:
@@ -44,9 +42,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--gpus-per-node", type=int, required=True, help="the same in every row of the table"
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
-    add_run_argument(what, "--run", "predict the time that this run would have taken")
+    parser.add_argument("first", nargs="?", help=argparse.SUPPRESS)  # RUN has left, as --run
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
     add_opts_argument(parser)
     parser.add_argument(
         "--batch-size",
@@ -66,6 +64,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--output", metavar="PNG", help="also draw a figure, into this file")
     args = parser.parse_args()
+    if run := args.first or args.run:
+        raise UserError(
+            f"RUN {run}: the time of a run has left; --cfg {run}/config.yaml predicts a step, and"
+            " the run's summary.json has the number of steps"
+        )
+    if args.cfg is None:
+        parser.error("the following arguments are required: --cfg")
     for name in ("nodes", "gpus_per_node", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -76,10 +81,6 @@ def parse() -> argparse.Namespace:
         elif Path(args.output).suffix != ".png":
             raise UserError(f"--output {args.output}: must be a file that ends in .png")
         check_output_file(args.output)
-    if args.run and (args.batch_size or args.opts):
-        raise UserError(
-            "--run takes the configuration of the run: leave out --batch-size and --opts"
-        )
     return args
 
 
@@ -115,66 +116,6 @@ def cells_of(row: cluster.Prediction, machine: Machine, user_gpus: int) -> list[
     step, rate = f"{1e3 * row.step:,.1f}", f"{row.images / row.step:,.0f}"
     share = f"{row.exchange_share:.1%}"
     return [gpus, f"{row.nodes:,}", step, rate, share, r, degree, algorithm, memory]
-
-
-def time_table(times: list[RunTime], user_gpus: int) -> Table:
-    """The seconds of each phase, with the user's cluster in bold."""
-    from swinv2_moe.measure.cluster_time import phases_of
-
-    phases = phases_of(times)
-    rows = []
-    for time in times:
-        gpus = f"{time.step.gpus:,}"
-        if time.step.gpus == user_gpus:
-            gpus = f"* {gpus}"
-        row = [gpus, f"{time.step.nodes:,}", f"{1e3 * time.step.step:,.1f}"]
-        row += [f"{time.seconds[phase]:,.1f}" for phase in phases]
-        row.append(f"{time.total:,.1f}")
-        if time.joules is not None:
-            row.append(f"{time.joules / 1e3:,.1f}")
-        rows.append(row)
-    columns = ["GPUs", "nodes", "step, ms", *phases, "all"]
-    if times[0].joules is not None:
-        columns.append("kJ")
-    table = number_table(columns, rows, text_columns=[])
-    table.caption = "* your cluster   phases in seconds"
-    for line, time in zip(table.rows, times, strict=True):
-        if time.step.gpus == user_gpus:
-            line.style = "bold"
-    return table
-
-
-def plan_time(args: argparse.Namespace, machine: Machine, console: Console) -> None:
-    """Print the predicted time of args.run on more and fewer GPUs."""
-    from swinv2_moe.measure import cluster
-    from swinv2_moe.measure.cluster_time import times_of_run
-
-    run = times_of_run(Path(args.run), machine, args.gpus_per_node)
-    measured = run.measured
-    times, notes = [], []
-    user_gpus = args.nodes * args.gpus_per_node
-    for gpus in cluster.scales(args.gpus_per_node, user_gpus):
-        try:
-            times.append(run.predict(gpus))
-        except ValueError as error:
-            if gpus <= run.images or gpus == user_gpus:
-                notes.append(f"{gpus:,} GPUs left out: {error}")
-    aim = "its end"
-    if measured.target:
-        aim = f"{measured.target:g}% top-1"
-    processes = "processes"
-    if measured.gpus == 1:
-        processes = "process"
-    console.print(
-        f"time to {aim} of {args.run}: {measured.steps:,} steps of {run.images:,} images,"
-        f" {1e3 * measured.step:,.1f} ms each on {measured.gpus} {processes};"
-        f" {machine.name} with processors that take {run.factor:.3g} times as long",
-        soft_wrap=True,
-    )
-    if times:
-        console.print(time_table(times, user_gpus))
-    for note in notes:
-        console.print(note)
 
 
 def plan_steps(
@@ -217,12 +158,10 @@ def plan_steps(
 
 def main() -> None:
     args = parse()
-    config = None
-    if not args.run:
-        from swinv2_moe.config import as_opts, load_config
-        from swinv2_moe.measure.configurations import NOTHING_LOADED
+    from swinv2_moe.config import as_opts, load_config
+    from swinv2_moe.measure.configurations import NOTHING_LOADED
 
-        config = load_config(args.cfg, [*args.opts, *as_opts(NOTHING_LOADED)])
+    config = load_config(args.cfg, [*args.opts, *as_opts(NOTHING_LOADED)])
     from swinv2_moe.measure import cluster
 
     machine = cluster.machine_named(args.profile)
@@ -230,8 +169,4 @@ def main() -> None:
         return
     if args.save_profile:
         cluster.save_profile(machine, args.save_profile)
-    console = Console(soft_wrap=False)
-    if config is None:
-        plan_time(args, machine, console)
-    else:
-        plan_steps(args, config, machine, console)
+    plan_steps(args, config, machine, Console(soft_wrap=False))

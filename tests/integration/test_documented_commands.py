@@ -44,7 +44,6 @@ NOT_RUN = {
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
     r"^python examples/sweep.py": "trains for an hour; test_sweep_example.py runs it",
     r"cifar10|imagenet22k|data/imagenet\b": "needs a data set",
-    r"profile machine.json": "needs the measurements of a cluster",
     r"\b(VERB|RUN|PICTURE|CHECKPOINT|NAME)\b|\.\.\.|^swinv2-moe train --check-files$": "a pattern",
     r"^(#SBATCH|export|--opts)": "a part of a command",
 }
@@ -53,7 +52,7 @@ CUT = (
     " PRINT_FREQ 1"
 )
 if find_spec("mmdet") is None:
-    NOT_RUN[r"swinv2[-_]moe detect"] = "needs the detection extra"
+    NOT_RUN[r"swinv2[-_]moe detect|show_detections.py"] = "needs the detection extra"
 PLACES = {"DIR": "more_images", "OTHER": "my_images", "CONFIG": "imagenette_96"}
 PLACES["detection/cascade_mask_rcnn/base_moe_frozen"] = "base_moe_frozen.py"
 # The published configuration with a backbone that takes seconds, and without SyncBN, which needs

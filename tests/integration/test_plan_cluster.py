@@ -1,7 +1,6 @@
 """tools/plan_cluster.py in this process: table, figure, refusals; and its step times against
 published ones."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from tool_cases import Finished, assert_one_line, command
 from moe_core.parallel import PROFILES, cost_model
 from swinv2_moe.config import load_config, model_config, train_config
 from swinv2_moe.measure import cluster
-from swinv2_moe.train.run import train
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart_digits.yaml"
@@ -219,33 +217,8 @@ def test_published_images_per_second(monkeypatch):
             assert predicted == pytest.approx(published, rel=0.15)
 
 
-RUN = (
-    "TRAIN.EPOCHS 2 TRAIN.WARMUP_EPOCHS 0 TRAIN.TARGET_TOP1 1 DATA.NUM_WORKERS 0"
-    " MODEL.SWINV2.DEPTHS [1,1,1] MODEL.MOE.BLOCKS [[],[0],[0]] DEVICE cpu"
-)
-
-
-def test_the_time_of_a_run_on_more_gpus(plan, tmp_path):
-    run = tmp_path / "run"
-    train(load_config(QUICKSTART, RUN.split(), output=str(run)))
-    status, out, err, figure = plan("--run", run, CLUSTER)
-    assert (status, err) == (0, "")
-    assert not figure.exists()
-    first, *lines = out.splitlines()
-    assert first.startswith(f"time to 1% top-1 of {run}: 22 steps of 64 images,")
-    times = [line.replace("*", "").split() for line in lines]
-    columns = next(words for words in times if words[:1] == ["GPUs"])
-    assert columns[-1] == "all"
-    rows = {int(words[0]): words for words in times if words[:1] and words[0].isdigit()}
-    assert list(rows) == [1, 2, 4, 8, 16, 32, 64]
-    summary = json.loads((run / "summary.json").read_text())
-    assert float(rows[1][-1]) == pytest.approx(summary["time_to_solution"], abs=0.3)
-    assert float(rows[16][-1]) < float(rows[1][-1])
-
-
-def test_refusals_of_a_run(plan, tmp_path):
-    *finished, _ = plan("--run", tmp_path / "none", CLUSTER)
-    assert_one_line(Finished(*finished), "is not a run directory")
-    *finished, _ = plan("--run", tmp_path, "--opts SEED 1", CLUSTER)
-    says = "--run takes the configuration of the run: leave out --batch-size and --opts"
-    assert_one_line(Finished(*finished), says)
+def test_a_run_is_refused_in_one_line(monkeypatch, capsys):
+    run = command("plan_cluster", monkeypatch, capsys)
+    for words in ("mine", "--run mine"):
+        says = "the time of a run has left; --cfg mine/config.yaml predicts a step"
+        assert_one_line(run(words, CLUSTER), says)

@@ -23,7 +23,6 @@ NEEDED = {
     "few_shot": [],
     "show_routing": [],
     "export": ["--output", "exported"],
-    "plan_cluster": ["--nodes", "1", "--gpus-per-node", "8"],
 }
 
 
@@ -34,8 +33,7 @@ def parse(name: str, *words: str, monkeypatch):
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_run_is_the_first_argument_or_an_option(name, monkeypatch, capsys):
-    option = "--run" if name == "plan_cluster" else "--resume"
-    needed = NEEDED[name]
+    option, needed = "--resume", NEEDED[name]
     first = parse(name, "a run", *needed, monkeypatch=monkeypatch)
     assert getattr(first, option.removeprefix("--")) == "a run"
     assert parse(name, *needed, option, "a run", monkeypatch=monkeypatch) == first
@@ -49,7 +47,7 @@ def test_a_run_is_the_first_argument_or_an_option(name, monkeypatch, capsys):
 def test_a_path_below_the_users_directory(name, tmp_path, monkeypatch):
     """The shell does not expand it in `--output=~/new.png`."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    output = {"plan_cluster": "new.png", "predict": "new.csv"}.get(name, "new.json")
+    output = "new.csv" if name == "predict" else "new.json"
     words = ["~/run", *NEEDED.get(name, ["picture.png"]), f"--output=~/{output}"]
     args = parse(name, *words, monkeypatch=monkeypatch)
     assert f"{tmp_path}/run" in vars(args).values()
@@ -166,7 +164,7 @@ def test_a_program_beside_python_is_named_so_that_the_shell_finds_it(tmp_path, m
 
 
 def test_the_figure_of_a_plan_gets_an_ending(tmp_path, monkeypatch):
-    words = ["run", *NEEDED["plan_cluster"], "--output"]
+    words = ["--cfg", "quickstart_digits", "--nodes", "1", "--gpus-per-node", "8", "--output"]
     args = parse("plan_cluster", *words, f"{tmp_path}/plan", monkeypatch=monkeypatch)
     assert args.output == f"{tmp_path}/plan.png"
     assert parse("plan_cluster", *words[:-1], monkeypatch=monkeypatch).output is None  # no figure
