@@ -1,7 +1,9 @@
-"""Train, test and export mmdetection models on data in COCO's format.
+"""Train, test, show and export mmdetection models on data in COCO's format.
 
     swinv2-moe detect train detection/shapes/mask_rcnn --output output/shapes
     swinv2-moe detect test detection/shapes/mask_rcnn output/shapes --output ap.json
+    swinv2-moe detect show detection/shapes/mask_rcnn output/shapes \\
+        data/shapes/val --output pictures
     swinv2-moe detect export detection/shapes/mask_rcnn output/shapes shapes.pth
     torchrun --nproc_per_node 8 -m swinv2_moe detect train \\
         detection/cascade_mask_rcnn/base_moe_frozen \\
@@ -13,13 +15,13 @@ first (data/README.md).
 
 import argparse
 import os
-import sys
 
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_argument,
     add_opts_argument,
     check_output_file,
+    output_directory,
     write_results,
 )
 from swinv2_moe.config.load import find_config
@@ -32,23 +34,22 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 
 def parse() -> argparse.Namespace:
-    if sys.argv[1:2] == ["show"]:
-        raise UserError("detect show has left: examples/show_detections.py draws detections")
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="start or continue training a detector")
     test = commands.add_parser("test", help="average precision of boxes and masks")
+    show = commands.add_parser("show", help="pictures of images with boxes, masks and routing")
     export = commands.add_parser(
         "export", help="write all weights to one .pth file for mmdetection's tools"
     )
-    for command in (train, test, export):
+    for command in (train, test, show, export):
         command.add_argument(
             "config",
             metavar="CONFIG",
             help="a name of this project below detection/, or your own file",
         )
         add_opts_argument(command, help="any keys of the configuration", joined=True)
-    for command in (test, export):
+    for command in (test, show, export):
         command.add_argument(
             "source", metavar="RUN", help="a run, a checkpoint directory, or a .pth"
         )
@@ -71,6 +72,9 @@ def parse() -> argparse.Namespace:
     )
     test.add_setting("--split", "test", "of which data set", choices=["train", "test"])
     test.add_argument("--output", metavar="JSON", help="a file for the results")
+    show.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
+    show.add_setting("--output", "detections", "directory for the pictures", "DIR")
+    show.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
     export.add_argument("file", metavar="FILE.pth")
     return parser.parse_args()
 
@@ -89,7 +93,7 @@ def main() -> None:
         if args.pretrained:
             opts = opts + [f"model.backbone.pretrained={args.pretrained}"]
     config = run.load_config(args.config, opts, work_dir)
-    {"train": train, "test": test, "export": export}[args.command](args, config)
+    {"train": train, "test": test, "show": show, "export": export}[args.command](args, config)
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -106,6 +110,8 @@ def check_paths(args: argparse.Namespace) -> None:
             check_files_exist("--resume", [args.resume])
         if args.pretrained is not None:
             check_files_exist("--pretrained", [args.pretrained])
+    elif args.command == "show":
+        check_files_exist("IMAGE", args.images)
     else:
         check_files_exist("RUN", [args.source])
 
@@ -172,6 +178,17 @@ def report(metrics: dict, output: str | None) -> None:
         else:
             print_lines("no average precision: nothing was validated")
         write_results(output, metrics)
+
+
+def show(args: argparse.Namespace, config) -> None:
+    from swinv2_moe.detection import run
+    from swinv2_moe.detection.show import show
+
+    output = output_directory(args.output)
+    checkpoint = chosen_checkpoint(args)
+    say_once(run.use_trained_classes(config, checkpoint, ["test"], any_names=True))
+    for file, objects in show(config, checkpoint, args.images, output, args.threshold):
+        print_lines(f"{file}: {objects} objects")
 
 
 def export(args: argparse.Namespace, config) -> None:

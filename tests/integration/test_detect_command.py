@@ -1,5 +1,5 @@
-"""tools/detect.py and examples/show_detections.py on generated shapes; what is learned;
-mmdetection's own test script agrees."""
+"""tools/detect.py on generated shapes: train, test and show; what it learns; mmdetection's own test
+script agrees."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tool_cases import assert_one_line, command, in_this_process, script
+from tool_cases import command
 
 pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 
@@ -34,14 +34,7 @@ def detect(monkeypatch, capsys, tmp_path: Path):
     return command("detect", monkeypatch, capsys)
 
 
-@pytest.fixture
-def show(monkeypatch, capsys):
-    """examples/show_detections.py in this process."""
-    main = script("examples/show_detections").main
-    return in_this_process("show_detections.py", main, monkeypatch, capsys)
-
-
-def test_train_test_and_show(detect, show, tmp_path: Path) -> None:
+def test_train_test_and_show(detect, tmp_path: Path) -> None:
     config = CONFIGS / "mask_rcnn.py"
     trained = detect("train", config, "--output", "run", "--opts", *SMALL)
     assert trained.status == 0, trained.err
@@ -63,7 +56,7 @@ def test_train_test_and_show(detect, show, tmp_path: Path) -> None:
     on_train = detect("test", config, "run", "--split", "train")
     assert "instances_train.json" in on_train.out
 
-    shown = show(config, "run data/shapes/val --output pictures --threshold 0")
+    shown = detect("show", config, "run data/shapes/val --output pictures --threshold 0")
     assert shown.status == 0, shown.err
     pictures = sorted((tmp_path / "pictures").iterdir())
     assert [picture.name for picture in pictures] == ["000000.png", "000001.png"]
@@ -73,7 +66,7 @@ def test_train_test_and_show(detect, show, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("classes", ["", "'person','dog'"])
-def test_shows_with_a_configuration_of_coco(detect, show, tmp_path: Path, classes: str) -> None:
+def test_shows_with_a_configuration_of_coco(detect, tmp_path: Path, classes: str) -> None:
     """Its data set has the names and colours, or names alone; with names of the user, it has those
     of COCO's colours."""
     config = "detection/coco_open/mask_rcnn"
@@ -85,14 +78,10 @@ def test_shows_with_a_configuration_of_coco(detect, show, tmp_path: Path, classe
     model = build_detector(load_config(config, options))
     save_checkpoint({"state_dict": model.state_dict(), "meta": {}}, str(tmp_path / "model.pth"))
     words = "model.pth data/shapes/val --output pictures --threshold 0 --opts"
-    shown = show(config, words, *options)
+    shown = detect("show", config, words, *options)
     assert shown.status == 0, shown.err
     assert shown.out.splitlines()[-2:] == [f"pictures/00000{n}.png: 2 objects" for n in (0, 1)]
     assert len(list((tmp_path / "pictures").iterdir())) == 2
-
-
-def test_show_is_refused_in_one_line(detect) -> None:
-    assert_one_line(detect("show", "a", "b"), "detect show has left: examples/show_detections.py")
 
 
 def table(out: str) -> list[str]:

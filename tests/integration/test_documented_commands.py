@@ -52,7 +52,7 @@ CUT = (
     " PRINT_FREQ 1"
 )
 if find_spec("mmdet") is None:
-    NOT_RUN[r"swinv2[-_]moe detect|show_detections.py"] = "needs the detection extra"
+    NOT_RUN[r"swinv2[-_]moe detect"] = "needs the detection extra"
 PLACES = {"DIR": "more_images", "OTHER": "my_images", "CONFIG": "imagenette_96"}
 PLACES["detection/cascade_mask_rcnn/base_moe_frozen"] = "base_moe_frozen.py"
 # The published configuration with a backbone that takes seconds, and without SyncBN, which needs

@@ -1,4 +1,4 @@
-"""examples/show_detections.py: boxes, masks and experts are drawn where they are; no image is
+"""swinv2_moe.detection.show: boxes, masks and experts are drawn where they are; no image is
 overwritten by another."""
 
 from pathlib import Path
@@ -11,14 +11,12 @@ from PIL import Image
 pytest.importorskip("mmdet")
 
 from mmengine.structures import InstanceData
-from tool_cases import script
 
 from swinv2_moe.data.images import image_paths
+from swinv2_moe.detection.show import _names, _read, draw, draw_objects
 from swinv2_moe.errors import UserError
 from swinv2_moe.routing_pictures import paint
 
-viewer = script("examples/show_detections")
-draw, draw_objects = viewer.draw, viewer.draw_objects
 META = {"classes": ("cat", "dog"), "palette": [(255, 0, 0), (0, 0, 255)]}
 NOTHING = InstanceData(
     bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long), scores=torch.zeros(0)
@@ -119,17 +117,12 @@ def test_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(b"")
     files = image_paths([str(tmp_path / "b.png"), str(tmp_path / "in")])
     assert [file.name for file in files] == ["b.png", "a.PNG", "b.jpg"]
-    assert list(viewer._names([*files, Path("b_2.gif")])) == [
-        "b.png",
-        "a.png",
-        "b_2.png",
-        "b_2_2.png",
-    ]
+    assert list(_names([*files, Path("b_2.gif")])) == ["b.png", "a.png", "b_2.png", "b_2_2.png"]
 
 
 def test_grey_and_broken_images(tmp_path: Path) -> None:
     Image.new("L", (5, 4), 7).save(tmp_path / "grey.png")
-    assert viewer._read(tmp_path / "grey.png").tolist() == [[[7, 7, 7]] * 5] * 4
+    assert _read(tmp_path / "grey.png").tolist() == [[[7, 7, 7]] * 5] * 4
     (tmp_path / "broken.png").write_bytes((tmp_path / "grey.png").read_bytes()[:30])
     with pytest.raises(UserError, match=r"broken\.png: not an image that can be read"):
-        viewer._read(tmp_path / "broken.png")
+        _read(tmp_path / "broken.png")

@@ -1,21 +1,13 @@
 """Draw the detections in images, and the experts of their patches.
 
-    python examples/show_detections.py detection/shapes/mask_rcnn output/shapes data/shapes/val \\
-        --output pictures
-
 H x W pixels, h x w tokens, S scale, E experts
 """
 
-import argparse
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from swinv2_moe.detection import registry  # noqa: F401 - first: limits and checks mmdetection
-
-# isort: split
 
 import numpy as np
 import torch
@@ -27,22 +19,14 @@ from mmengine.dataset import Compose
 from mmengine.structures import InstanceData
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.commands.call import run_command
-from swinv2_moe.commands.options import (
-    CommandParser,
-    add_checkpoint_argument,
-    add_opts_argument,
-    output_directory,
-)
 from swinv2_moe.data.images import decode, image_paths, read_file, to_mode
 from swinv2_moe.detection.datasets import coco_datasets, metainfo
-from swinv2_moe.detection.run import build_detector, load_config, use_trained_classes
+from swinv2_moe.detection.run import build_detector
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import block_name
-from swinv2_moe.output import print_lines, printable
+from swinv2_moe.output import printable
 from swinv2_moe.plots import new_figure, save_png
 from swinv2_moe.routing_pictures import expert_legend, paint
-from swinv2_moe.train.checkpoint import select_checkpoint
 from swinv2_moe.train.routing import record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second
@@ -196,29 +180,3 @@ def _picture(axes: "Axes", picture: np.ndarray, title: str) -> None:
     axes.imshow(picture, cmap="gray", vmin=0, vmax=1)
     axes.set_title(title, fontsize=9)
     axes.set_axis_off()
-
-
-def parse() -> argparse.Namespace:
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("config", metavar="CONFIG", help="as of `swinv2-moe detect test`")
-    parser.add_argument("source", metavar="RUN", help="a run, a checkpoint directory, or a .pth")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
-    parser.add_setting("--output", "detections", "directory for the pictures", "DIR")
-    parser.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
-    add_checkpoint_argument(parser, measure="AP in validation")
-    add_opts_argument(parser, help="any keys of the configuration", joined=True)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    config, output = load_config(args.config, args.opts), output_directory(args.output)
-    checkpoint, line = select_checkpoint(args.source, args.checkpoint)
-    notes = [line, use_trained_classes(config, checkpoint, ["test"], any_names=True)]
-    print_lines(*filter(None, notes))
-    for file, objects in show(config, checkpoint, args.images, output, args.threshold):
-        print_lines(f"{file}: {objects} objects")
-
-
-if __name__ == "__main__":
-    run_command(main)
