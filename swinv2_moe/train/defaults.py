@@ -254,6 +254,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
         UserError: the named weights do not exist, or their architecture is not known.
     """
     name = given.get("MODEL.PRETRAINED")
+    if name is None and given.get("MODEL.TYPE") == "timm" and given.get("MODEL.NAME"):
+        name = f"timm:{given['MODEL.NAME']}"
     if name is None:
         name = f"{PREFIX}{NAMES[0]}"
         try:
@@ -265,11 +267,12 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
+    as_timms = given.get("MODEL.TYPE") == "timm"
     if name.startswith("timm:"):
-        return _weights_of_timm(name, name, upcycle)
-    architecture = _dense_swin(name)
+        return _weights_of_timm(name, name, upcycle, as_timms)
+    architecture = _dense_model(name)
     if architecture:
-        return _weights_of_timm(name, f"timm:{architecture}", upcycle)
+        return _weights_of_timm(name, f"timm:{architecture}", upcycle, as_timms)
     trained, class_names = trained_config(name)
     values = flatten(trained)
     model = _model_keys(trained.MODEL.TYPE)
@@ -316,8 +319,8 @@ def trained_config(name: str) -> tuple[CfgNode, list[str]]:
         named = _architecture(name)
         if named:
             raise UserError(
-                f"{where}: is a {one_line(named)}; without --cfg only a dense SwinV2 of timm"
-                " can be used"
+                f"{where}: is a {one_line(named)}; without --cfg only a dense model of timm can"
+                " be used"
             )
         raise UserError(
             f"{where}: does not say what its model is; name a configuration by --cfg, or put"
@@ -353,12 +356,10 @@ def _recorded(path: Path) -> tuple[str | None, list[str]]:
     return text if isinstance(text, str) else None, names
 
 
-def _dense_swin(name: str) -> str | None:
-    """The dense SwinV2 that a config.json of timm names, in a folder or beside a file."""
+def _dense_model(name: str) -> str | None:
+    """The dense model that a config.json of timm names, in a folder or beside a file."""
     found = _architecture(name)
-    if found.startswith("swinv2_") and "moe" not in found:
-        return found
-    return None
+    return found if "moe" not in found else None
 
 
 def _architecture(name: str) -> str:
@@ -375,14 +376,18 @@ def _architecture(name: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
-    """The weights `name` of a dense SwinV2 of timm, `timm:MODEL`, or its copies in the experts of
-    every other block of the last two stages."""
-    from swinv2_moe.models.hub import swin_keys  # imports torch
+def _weights_of_timm(name: str, model: str, upcycle: str, as_timms: bool) -> Weights:
+    """The weights `name` of a dense model of timm, `timm:MODEL`, or its copies in the experts of
+    the last two blocks; of a SwinV2 in every other block of the last two stages."""
+    from swinv2_moe.models.hub import timm_keys  # imports torch
 
-    keys = swin_keys(model)
+    keys = timm_keys(model, as_timms)
     line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
-    if upcycle:
+    if upcycle and "MODEL.NAME" in keys:
+        keys |= {"MODEL.MOE.NUM_EXPERTS": 8, "MODEL.MOE.TOP_K": 2}
+        keys |= {"MODEL.MOE.NORMALIZE_GATES": True, "MODEL.MOE.CAPACITY_FACTOR": 0.0}
+        line = f"weights: {name}, each FFN copied to 8 experts in the last two blocks"
+    elif upcycle:
         depths = keys["MODEL.SWINV2.DEPTHS"]
         assert isinstance(depths, list)
         blocks = [list(range(1, depth, 2)) for depth in depths]
