@@ -360,11 +360,11 @@ def test_a_dense_run_goes_on_with_its_configuration(tmp_path):
     assert "which --cfg must name" in message(tmp_path / "photos", "MODEL.UPCYCLE", "run")
 
 
-def test_another_architecture_of_timm(tmp_path):
+def test_an_architecture_with_experts(tmp_path):
     photos = write(tmp_path / "photos", {"cat": 5, "dog": 5})
-    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    (tmp_path / "config.json").write_text('{"architecture": "swinv2_moe"}')
     text = message(photos, "MODEL.PRETRAINED", str(tmp_path))
-    assert text.endswith("is a resnet18; without --cfg only a dense SwinV2 of timm can be used")
+    assert text.endswith("is a swinv2_moe; without --cfg only a dense model of timm can be used")
 
 
 def test_a_file_of_timm_with_its_description_beside_it(tmp_path):
