@@ -291,7 +291,7 @@ def _paint_all(
         for images, _, unreadable, _ in evaluation_loader(data, source):
             if must_be_readable and unreadable:
                 raise UserError(f"--images {unreadable[0]}: cannot be read as an image")
-            _forward(model, images, deployed)
+            _forward(model, images, deployed, choices)
             parts.append(columns(images, choices, data.mean, data.std))
     return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
@@ -306,9 +306,8 @@ def _count(
         The choices in each layer, the images' classes [N], and the paths of unreadable images.
     """
     data = deployed.data
-    layers = {}
-    for name, moe_layer in moe_layers(model).items():
-        layers[block_name(name)] = LayerChoices(moe_layer.config.num_experts)
+    layers: dict[str, LayerChoices] = {}
+    counts = {name: layer.config.num_experts for name, layer in moe_layers(model).items()}
     unreadable = UnreadableImages(len(source), data.max_bad_share)
     loader = evaluation_loader(data, source)
     classes = []  # one for each batch
@@ -318,22 +317,35 @@ def _count(
         Bar(Console(), "validation images", len(loader)) as bar,
     ):
         for images, targets, bad, _ in loader:
-            images = _forward(model, images, deployed)
+            images = _forward(model, images, deployed, choices)
             counted = targets >= 0
             pixels = denormalise(images[counted], data.mean, data.std)
             for name, ids in choices.items():
-                layers[block_name(name)].add(ids[counted], pixels)
+                layer = layers.setdefault(block_name(name), LayerChoices(counts[name]))
+                layer.add(ids[counted], pixels)
             classes.append(targets[counted].numpy())
             unreadable.add(bad)
             bar.advance("")
     return layers, np.concatenate(classes), list(unreadable.paths)
 
 
-def _forward(model: nn.Module, images: Tensor, deployed: Deployed) -> Tensor:
-    """Run the model while its choices are recorded, and return the images on its device."""
+def _forward(
+    model: nn.Module, images: Tensor, deployed: Deployed, choices: dict[str, Tensor]
+) -> Tensor:
+    """Run the model while its choices are recorded, and return the images on its device.
+
+    Raises:
+        UserError: no layer's tokens have known places.
+    """
     images = images.to(deployed.world.device, non_blocking=True)
     with deployed.autocast():
         model(images)
+    if not choices:
+        config = deployed.model_config
+        raise UserError(
+            f"{config.title}: the order of its tokens is not known, so that their"
+            " experts cannot be shown in the image"
+        )
     return images
 
 

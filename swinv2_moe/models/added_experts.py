@@ -54,7 +54,8 @@ def add_experts(
     The model remains an instance of its class, with the same names of all other parameters.
     `model.blocks[11].mlp.moe` is then the MoELayer of a ViT's last block. In training mode the
     gradient of `aux_loss_weight` times the load-balancing loss is attached to the experts' outputs:
-    `loss_of(model(images)).backward()` also balances them.
+    `loss_of(model(images)).backward()` also balances them. Options without a description are those
+    of MoEModel.
 
     Args:
         model: a model of timm, also one with `features_only=True`. Call this before a wrapper such
@@ -70,7 +71,6 @@ def add_experts(
         hidden_ratio: hidden dim of an expert, in units of that of the FFN. Only without `upcycle`
             it may differ from 1.
         freeze: the experts are not trained, and route as in evaluation.
-        others: as in MoEModel.
         moe: fields of MoEConfig, such as `top_k=1` or `router="cosine"`. Activation, gated form,
             biases and hidden dropout are those of the FFN unless they are given.
 

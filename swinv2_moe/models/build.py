@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
-from swinv2_moe.errors import UserError
+from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.models.protocol import MoEModel
 from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig
 from swinv2_moe.models.timm_model import classifiers
@@ -102,7 +102,16 @@ def measure_model(config: ModelConfig, num_classes: int) -> Complexity:
     device."""
     with torch.device("meta"):
         model = build_model(config, num_classes)
-    return count(model, config.img_size, config.in_chans)
+    try:
+        return count(model, config.img_size, config.in_chans)
+    except Exception as error:
+        if not config.name:
+            raise
+        # models of timm raise any type for a size that they do not take
+        raise UserError(
+            f"MODEL.NAME {config.name}: does not take images of {config.img_size} pixels"
+            f" (DATA.IMG_SIZE), it says: {one_line(str(error))[:200] or type(error).__name__}"
+        ) from error
 
 
 def configured_windows(config: ModelConfig) -> list[int]:

@@ -32,6 +32,7 @@ from swinv2_moe.forms import (
 )
 from swinv2_moe.models.bundled import PREFIX, bundled_file
 from swinv2_moe.models.positions import windows_of_model
+from swinv2_moe.models.timm_names import settings
 
 _TIMM = "timm:"
 _HUB = "hf-hub:"
@@ -216,21 +217,22 @@ def windows_of_config(config: Mapping) -> list[int]:
     return []
 
 
-def swin_keys(name: str) -> dict[str, object]:
-    """The configuration keys of a dense SwinV2 of timm, and of the size of its images.
+def timm_keys(name: str, as_timms: bool = False) -> dict[str, object]:
+    """The configuration keys of a dense model of timm, and of the size of its images.
 
     Args:
         name: `timm:NAME`.
+        as_timms: also a SwinV2 is of MODEL.TYPE timm, without this project's attention.
 
     Raises:
-        UserError: timm has no such model, or it is no SwinV2.
+        UserError: timm has no weights of this name.
     """
     _location(name)
-    model = timm.create_model(name.removeprefix(_TIMM), device="meta")
-    if not isinstance(model, SwinTransformerV2):
-        raise UserError(
-            f"MODEL.PRETRAINED {name}: is no SwinV2; without --cfg only a SwinV2 can be used"
-        )
+    architecture = name.removeprefix(_TIMM)
+    model = timm.create_model(architecture, device="meta")
+    if as_timms or not isinstance(model, SwinTransformerV2):
+        size = settings(architecture)["DATA.IMG_SIZE"]
+        return {"MODEL.TYPE": "timm", "MODEL.NAME": architecture, "DATA.IMG_SIZE": size}
     stages: list[Any] = list(model.layers)
     blocks = [list(stage.blocks) for stage in stages]
     size = model.patch_embed.img_size[0]

@@ -36,8 +36,8 @@ def trained_config(name: str) -> tuple[CfgNode, list[str]]:
         named, _ = described(name)
         if named:
             raise UserError(
-                f"{where}: is a {one_line(named)}; without --cfg only a dense SwinV2 of timm"
-                " can be used"
+                f"{where}: is a {one_line(named)}; without --cfg only a dense model of timm can"
+                " be used"
             )
         raise UserError(
             f"{where}: does not say what its model is; name a configuration by --cfg, or put"

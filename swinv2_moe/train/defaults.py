@@ -161,6 +161,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
         UserError: the named weights do not exist, or their architecture is not known.
     """
     name = given.get("MODEL.PRETRAINED")
+    if name is None and given.get("MODEL.TYPE") == "timm" and given.get("MODEL.NAME"):
+        name = f"timm:{given['MODEL.NAME']}"
     if name is None:
         name = f"{PREFIX}{NAMES[0]}"
         try:
@@ -172,13 +174,14 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
+    as_timms = given.get("MODEL.TYPE") == "timm"
     num_experts = given.get("MODEL.MOE.NUM_EXPERTS")
     copies = upcycle or ("weights" if num_experts else "")  # of dense weights
     if name.startswith("timm:"):
-        return _weights_of_timm(name, name, copies)
+        return _weights_of_timm(name, name, copies, as_timms)
     architecture, class_names = described(name)
-    if architecture.startswith("swinv2_") and "moe" not in architecture:
-        weights = _weights_of_timm(name, f"timm:{architecture}", copies)
+    if architecture and "moe" not in architecture:
+        weights = _weights_of_timm(name, f"timm:{architecture}", copies, as_timms)
         return weights._replace(class_names=class_names)
     trained, class_names = trained_config(name)
     values = flatten(trained)
@@ -199,7 +202,7 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
             " weights of timm take any number"
         )
     size = trained.DATA.IMG_SIZE
-    line = f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
+    line = f"weights: {name} ({trained.MODEL.NAME or trained.MODEL.TYPE}, {experts}, trained at {size} px)"
     return Weights(name, keys, line, class_names)
 
 
@@ -209,14 +212,18 @@ def _model_keys(model_type: str) -> tuple[str, ...]:
     return ("MODEL.TYPE", "MODEL.NAME", "MODEL.ARGS", *(f"MODEL.{group}." for group in groups))
 
 
-def _weights_of_timm(name: str, model: str, upcycle: str) -> Weights:
-    """The weights `name` of a dense SwinV2 of timm, `timm:MODEL`, or its copies in the experts of
-    every other block of the last two stages."""
-    from swinv2_moe.models.hub import swin_keys  # imports torch
+def _weights_of_timm(name: str, model: str, upcycle: str, as_timms: bool) -> Weights:
+    """The weights `name` of a dense model of timm, `timm:MODEL`, or its copies in the experts of
+    the last two blocks; of a SwinV2 in every other block of the last two stages."""
+    from swinv2_moe.models.hub import timm_keys  # imports torch
 
-    keys = swin_keys(model)
+    keys = timm_keys(model, as_timms)
     line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
-    if upcycle:
+    if upcycle and "MODEL.NAME" in keys:
+        keys |= {"MODEL.MOE.NUM_EXPERTS": 8, "MODEL.MOE.TOP_K": 2}
+        keys |= {"MODEL.MOE.NORMALIZE_GATES": True, "MODEL.MOE.CAPACITY_FACTOR": 0.0}
+        line = f"weights: {name}, each FFN copied to 8 experts in the last two blocks"
+    elif upcycle:
         depths = keys["MODEL.SWINV2.DEPTHS"]
         assert isinstance(depths, list)
         blocks = [list(range(1, depth, 2)) for depth in depths]

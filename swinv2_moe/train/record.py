@@ -232,6 +232,8 @@ class Recorder:
             return
         with sample_choices(model, len(loader.sampler), _PICTURES) as sample:
             yield
+        if not sample.choices:  # of a model whose tokens have no known places
+            return
         choices = {name: torch.stack(ids) for name, ids in sample.choices.items()}
         pictures = columns(torch.stack(sample.images), choices, mean, std)
         num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())

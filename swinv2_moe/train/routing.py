@@ -27,7 +27,7 @@ def record_choices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     Yields:
         By the layer's name, int64 [B, h, w, K] on the model's device: each token at its place in
-        the image, its first choice first.
+        the image, its first choice first. Layers whose tokens have no known places are left out.
     """
     choices: dict[str, Tensor] = {}
     with ExitStack() as hooks:
@@ -56,7 +56,9 @@ def _hooks(
         choices[name] = logits.topk(min(layer.config.top_k, logits.shape[1])).indices
 
     def place(block: nn.Module, args: tuple, output: Tensor) -> None:
-        choices[name] = backbone.token_maps(choices[name], output)
+        maps = backbone.token_maps(choices.pop(name), output)
+        if maps is not None:
+            choices[name] = maps
 
     return record, place
 

@@ -13,8 +13,9 @@ from timm.optim import param_groups_layer_decay
 from moe_core import moe_layers
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import build_model, load_dense
+from swinv2_moe.models import add_experts, build_model, load_dense, measure_model
 from swinv2_moe.models.timm_model import parse_arguments, timm_model
+from swinv2_moe.train.routing import record_choices
 
 NAME = "vit_tiny_patch16_224"
 SIZES = {"patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -187,6 +188,38 @@ def test_weights_of_another_model_are_refused_in_one_line(make):
     with pytest.raises(UserError, match="num_batches_tracked is of torch") as raised:
         load_dense(make(), timm.create_model("test_resnet").state_dict())
     assert "\n" not in str(raised.value)
+
+
+def test_a_size_that_a_model_does_not_take_is_named():
+    keys = "MODEL.TYPE timm MODEL.NAME test_coatnet DATA.IMG_SIZE 50"
+    with pytest.raises(UserError, match="NAME test_coatnet") as raised:
+        measure_model(model_config(load_config(None, keys.split())), 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "shape"),
+    [
+        ("test_convnext", 64, (2, 2, 2)),
+        ("test_convnext2", 64, (2, 2, 2)),
+        ("test_maxvit", 64, (2, 2, 2)),
+        ("swin_s3_tiny_224", 224, (2, 7, 7)),
+        ("beit_base_patch16_224", 32, (2, 2, 2)),
+        ("hiera_tiny_224", 224, None),
+        ("nest_tiny", 64, None),
+        ("crossvit_9_240", 240, None),
+    ],
+)
+def test_places_of_tokens_where_they_are_known(name, size, shape):
+    """The last block's: not where a model reorders its tokens."""
+    small = {"depth": 2, "embed_dim": 16, "num_heads": 2} if name.startswith("beit") else {}
+    fixed = timm.get_pretrained_cfg(name).fixed_input_size
+    model = timm.create_model(name, **({"img_size": size} if fixed else {}), **small)
+    add_experts(model, "last 1", 4, upcycle=False).eval()
+    with torch.no_grad(), record_choices(model) as choices:
+        model(torch.randn(2, 3, size, size))
+    found = [tuple(ids.shape[:3]) for ids in choices.values()]
+    assert found == ([shape] if shape else [])
 
 
 def test_names_of_both_classifiers():

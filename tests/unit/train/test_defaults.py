@@ -320,7 +320,6 @@ def test_no_such_folder_and_a_file(tmp_path):
         ("bundled:huge", "no such model"),
         ("bundled:tiny", "has no .*tiny.safetensors; put the file there"),
         ("timm:swinv2_nowhere", "has no such model"),
-        ("timm:vit_tiny_patch16_224.augreg_in21k", "is no SwinV2"),
     ],
 )
 def test_weights_that_cannot_be_used(tmp_path, name, reason):
@@ -349,6 +348,36 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     assert (none.MODEL.MOE.NUM_EXPERTS, none.MODEL.UPCYCLE) == (0, "")
 
 
+@pytest.mark.parametrize("how", ["weights", "name", "folder"])
+def test_weights_of_any_model_of_timm(tmp_path, how):
+    """By MODEL.PRETRAINED, by MODEL.NAME alone, or by timm's config.json beside a file."""
+    photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    opts = {
+        "weights": ["MODEL.PRETRAINED", f"timm:{name}"],
+        "name": ["MODEL.TYPE", "timm", "MODEL.NAME", name],
+        "folder": ["MODEL.PRETRAINED", str(tmp_path / "folder")],
+    }[how]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text(f'{{"architecture": "{name}"}}')
+    (tmp_path / "folder" / "model.safetensors").write_bytes(b"content")
+    dense = choose(photos, opts).config
+    assert ("timm", name) == (dense.MODEL.TYPE, dense.MODEL.NAME)
+    assert (dense.DATA.IMG_SIZE, dense.DATA.MEAN) == (224, [0.5, 0.5, 0.5])
+    assert dense.MODEL.MOE.NUM_EXPERTS == 0
+    if how == "name":
+        assert f"timm:{name}" == dense.MODEL.PRETRAINED
+    experts = choose(photos, [*opts, "MODEL.UPCYCLE", "weights"]).config.MODEL.MOE
+    assert (experts.NUM_EXPERTS, experts.TOP_K, experts.NORMALIZE_GATES) == (8, 2, True)
+
+
+def test_a_swinv2_is_of_timm_if_the_type_says_so(tmp_path):
+    photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
+    name = "swinv2_tiny_window8_256.ms_in1k"
+    config = choose(photos, ["MODEL.TYPE", "timm", "MODEL.PRETRAINED", f"timm:{name}"]).config
+    assert ("timm", name) == (config.MODEL.TYPE, config.MODEL.NAME)
+
+
 def test_experts_are_made_of_dense_weights(tmp_path):
     write(tmp_path / "photos", {"cat": 5, "dog": 5})
     run = tmp_path / "run"
@@ -368,11 +397,11 @@ def test_a_dense_run_goes_on_with_its_configuration(tmp_path):
     assert "which --cfg must name" in message(tmp_path / "photos", "MODEL.UPCYCLE", "run")
 
 
-def test_another_architecture_of_timm(tmp_path):
+def test_an_architecture_with_experts(tmp_path):
     photos = write(tmp_path / "photos", {"cat": 5, "dog": 5})
-    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    (tmp_path / "config.json").write_text('{"architecture": "swinv2_moe"}')
     text = message(photos, "MODEL.PRETRAINED", str(tmp_path))
-    assert text.endswith("is a resnet18; without --cfg only a dense SwinV2 of timm can be used")
+    assert text.endswith("is a swinv2_moe; without --cfg only a dense model of timm can be used")
 
 
 def test_a_file_of_timm_with_its_description_beside_it(tmp_path):

@@ -76,6 +76,34 @@ def test_what_is_not_in_the_cache_is_downloaded(tmp_path, monkeypatch):
     assert asked[-1] == ("me/mine", "model.safetensors", "v2", False)
 
 
+@pytest.mark.parametrize("name", ["test_vit.r160_in1k", "test_convnext2.r160_in1k"])
+def test_a_run_starts_from_any_model_in_the_cache(cache, name, tmp_path, monkeypatch):
+    """Dense and upcycled: in a first step they have the same loss, that of timm's model with the
+    same classifier; images are prepared as timm says."""
+    torch.manual_seed(0)
+    dense = timm.create_model(name.partition(".")[0])
+    with torch.no_grad():
+        for parameter in dense.parameters():  # scales of layers start at 1e-6
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_file(dense.state_dict(), snapshot(cache, f"timm/{name}") / "model.safetensors")
+    images = torch.randn(3, 3, 64, 64)
+    overlay = {"state_dict": dense.state_dict()}
+    size = {"img_size": 64} if name.startswith("test_vit") else {}  # its positions are resized
+    dense = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **size)
+    expected = dense.eval().forward_features(images)
+    keys = f"MODEL.TYPE timm MODEL.NAME {name} DATA.IMG_SIZE 64 MODEL.PRETRAINED timm:{name}"
+    keys += " MODEL.CLASS_MAP new MODEL.MOE.BLOCKS []"
+    experts = "MODEL.UPCYCLE weights MODEL.MOE.TOP_K 2 MODEL.MOE.NORMALIZE_GATES True"
+    for more, count in (("MODEL.MOE.NUM_EXPERTS 0", 0), (experts, 2)):
+        trainer = make_rank_trainer(0, 1, f"{keys} {more}")
+        model = trainer.step.model.eval()
+        load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
+        assert len(moe_layers(model)) == count
+        # fp32: two experts' results are added in place of one
+        found = model.forward_features(images)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_offline_the_message_says_what_to_do(cache):
     with pytest.raises(UserError) as caught:
         fetch_weights(f"timm:{TINY}")
