@@ -100,6 +100,7 @@ class Trainer:
         self.telemetry = Telemetry(phases, open_machine(world.device))
         self.joules: float | None = None  # energy of all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
+        self.temperature = 1.0  # of the logits in the last validation
         self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -148,6 +149,7 @@ class Trainer:
             step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
         )
         self.validation_seconds = time.perf_counter() - started
+        self.temperature = accuracy.temperature
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -413,6 +415,8 @@ class Trainer:
         meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
         )
+        if self.config.train.best_by == "calibrated":
+            meta["temperature"] = self.temperature
         saver.save(step.model, step.state(), meta, is_best, partial)
 
     def resume(self, source: Checkpoint) -> None:
@@ -459,6 +463,7 @@ class Trainer:
         load_sharded(step.model, weights)
         self.dense_updates = training.get("dense_updates", 0)
         self.joules = training.get("joules")
+        self.temperature = source.meta.get("temperature", 1.0)
         if upcycles:
             self.dense_updates = updates
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)

@@ -18,7 +18,7 @@ from swinv2_moe.models import build_model
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
 from swinv2_moe.train import frozen
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.checkpoint import open_checkpoint, read_section, read_weights_of
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.train.run import train
@@ -188,6 +188,23 @@ def test_the_size_of_the_lowest_log_loss(make_config, tmp_path, monkeypatch):
     chosen, _, lines = choose_size(slow, sizes, ALONE)
     assert chosen.DATA.IMG_SIZE == 16
     assert any(line.startswith("  32 px: not tried") for line in lines)
+
+
+def test_a_checkpoint_is_used_at_its_temperature(make_config, tmp_path):
+    """Its logits are divided where it is deployed, or a start; not where its run goes on."""
+    config = make_config(tmp_path / "run", PROBED | {"MODEL.SWINV2.DEPTHS": [1, 1, 1]})
+    train(config)
+    source = open_checkpoint(tmp_path / "run/checkpoints/latest")
+    stored = source.meta["temperature"]
+    assert stored != 1.0
+    model = build_model(all_sections(config).model, 10)
+    weight, bias = model.classifier_names()
+    read = read_weights_of(source, model)
+    trained = read_section(source, "", model, model.state_dict())
+    for name in (weight, bias):
+        assert torch.equal(read[name], trained[name] / stored)
+    others = trained.keys() - {weight, bias}
+    assert all(torch.equal(read[name], trained[name]) for name in others)
 
 
 def validations(run):
