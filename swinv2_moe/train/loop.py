@@ -222,7 +222,8 @@ class Trainer:
     def _count_epoch(self, saver: Saver, epoch: int) -> None:
         """End an epoch that is not validated."""
         self.progress.count_epoch()
-        self.progress.epoch_seconds = 0.0
+        self.progress.epoch_seconds = self._epoch_seconds()  # those since the last validation
+        self.epoch_started = time.perf_counter()
         if epoch % self.config.run.save_freq == 0 or self._is_time_to_save():
             self.save(saver, partial=True)
 
@@ -232,12 +233,13 @@ class Trainer:
         if not minutes or self._is_last_epoch(epoch):
             return
         beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
-        expected = sum(self.phases.seconds().values()) + self._epoch_seconds() + beside
+        epoch_seconds = time.perf_counter() - self.epoch_started
+        expected = sum(self.phases.seconds().values()) + epoch_seconds + beside
         if self.world.agree(expected > 60 * minutes):
             self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
     def _epoch_seconds(self) -> float:
-        """Seconds of the current epoch, over all parts of a resumed run."""
+        """Seconds of the epochs since the last validation, over all parts of a resumed run."""
         return self.progress.epoch_seconds + time.perf_counter() - self.epoch_started
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:

@@ -14,6 +14,9 @@ from swinv2_moe.config import all_sections
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure import report
+from swinv2_moe.measure.live_run import LiveRun
+from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
@@ -273,7 +276,16 @@ def interrupted(*args):
 def test_validations_are_as_rare_as_the_key_says(make_config, tmp_path):
     keys = PROBED | {"VAL_FREQ": 2, "TRAIN.EPOCHS": 5, "TRAIN.WARMUP_EPOCHS": 0}
     summary = train(make_config(tmp_path / "run", keys))
-    assert [line["epoch"] for line in validations(tmp_path / "run")] == [0, 2, 4, 5]
+    found = validations(tmp_path / "run")
+    assert [line["epoch"] for line in found] == [0, 2, 4, 5]
+    assert [line["step"] for line in found] == [0, 10, 20, 25]
+    watched = LiveRun(tmp_path / "run")
+    watched.read()
+    position = watched.position()
+    assert (position.epoch, position.epoch_step, position.step) == (5, 0, 25)
+    facts = report._facts(read_run(tmp_path / "run"))
+    assert facts["epochs, steps"] == "5, 25"
+    assert facts["top-1, best"] == f"{summary['best_val_top1']:.2f}%"
     assert (summary["epochs"], summary["steps"]) == (5, 25)
 
 
