@@ -168,7 +168,10 @@ class LiveRun:
         if steps_per_epoch < 1:
             return None
         step = max(self.last["step"], epoch_end)
-        epoch_step = min(step - epoch_end, steps_per_epoch)
+        # epochs since the last validation, of which the current one may be complete
+        epoch_step = step - epoch_end
+        unseen = max(0, epoch_step - 1) // steps_per_epoch
+        epoch, epoch_step = epoch + unseen, epoch_step - unseen * steps_per_epoch
         epochs, max_steps, _ = self.length
         return RunPosition(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
 
@@ -184,7 +187,8 @@ class LiveRun:
         seconds_per_step = self.length.rank_batch * processes / speed
         validation = 0.0
         if self.epochs:
-            training = position.steps_per_epoch * seconds_per_step
+            before = self.epochs[-2]["step"] if len(self.epochs) > 1 else 0
+            training = (self.epochs[-1]["step"] - before) * seconds_per_step
             validation = max(self.epochs[-1]["seconds"] - training, 0.0)
         left = seconds_left(position, seconds_per_step, validation)
         return max(left - max(now - self.written, 0.0), 0.0)

@@ -105,7 +105,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
     facts = {}
     if run.epochs:
         facts["top-1, last"] = f"{run.epochs[-1]['val_top1']:.2f}%"
-        facts["top-1, best"] = f"{max(epoch['val_top1'] for epoch in run.epochs):.2f}%"
+        best = max(epoch["val_top1"] for epoch in run.epochs)
+        if fits(summary, {"best_val_top1": NUMBER}):  # TRAIN.BEST_BY may be another measure
+            best = summary["best_val_top1"]
+        facts["top-1, best"] = f"{best:.2f}%"
         if run.has_top5:
             facts["top-5, last"] = f"{run.epochs[-1]['val_top5']:.2f}%"
     facts["loss, last logged"] = "not finite"
@@ -120,7 +123,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
         size = f"{summary['teacher_cache_bytes'] / 1e6:,.1f} MB"
         facts["teacher's outputs"] = f"{size}, {summary['teacher_hit_rate']:.0%} from the cache"
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
-    facts["epochs, steps"] = f"{len(run.epochs):,}, {num_steps:,}"
+    num_epochs = run.epochs[-1]["epoch"] if run.epochs else 0
+    facts["epochs, steps"] = f"{num_epochs:,}, {num_steps:,}"
     if "compressed" not in last:
         rates = [step["images_per_second"] for step in run.steps]
         facts["images/s, median"] = f"{median(rates):,.0f}"  # with the pauses at an epoch's start

@@ -372,10 +372,8 @@ def headline(plan: Plan, ranks: int) -> str:
     processes = "1 process"
     if ranks > 1:
         processes = f"{ranks} processes"
-    return (
-        f"{config.MODEL.NAME or config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers, "
-        f"beside dense; {processes}"
-    )
+    trunk, size = config.MODEL.NAME or config.MODEL.TYPE, config.DATA.IMG_SIZE
+    return f"{trunk}, {size} px: {experts} experts in {layers} layers, beside dense; {processes}"
 
 
 def protocol(row: Row, warmup: int) -> list[str]:

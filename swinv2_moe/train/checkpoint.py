@@ -450,7 +450,8 @@ def read_tensors(
 def read_weights_of(
     checkpoint: Checkpoint, model: MoEModel, fit: Fit = _unchanged
 ) -> dict[str, Tensor]:
-    """The weights to deploy, named as in the model: the averaged ones if there are any.
+    """The weights to deploy, named as in the model: the averaged ones if there are any. Those of
+    the classifier are divided by the temperature of the checkpoint, if it has one.
 
     Args:
         fit: as in `read_section`.
@@ -458,8 +459,16 @@ def read_weights_of(
     Raises:
         UserError: the weights do not fit the model.
     """
+    temperature = checkpoint.meta.get("temperature", 1.0)
+
+    def fit_tempered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if temperature != 1.0:
+            names = [name for name in model.classifier_names() if name in tensors]
+            tensors = tensors | {name: tensors[name] / temperature for name in names}
+        return fit(tensors)
+
     section = checkpoint.weights_section
-    return read_section(checkpoint, section, model, model.state_dict(), fit)
+    return read_section(checkpoint, section, model, model.state_dict(), fit_tempered)
 
 
 def read_dense(checkpoint: Checkpoint, section: str, model: MoEModel) -> dict[str, Tensor]:

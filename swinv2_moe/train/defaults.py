@@ -202,7 +202,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
             " weights of timm take any number"
         )
     size = trained.DATA.IMG_SIZE
-    line = f"weights: {name} ({trained.MODEL.NAME or trained.MODEL.TYPE}, {experts}, trained at {size} px)"
+    trunk = trained.MODEL.NAME or trained.MODEL.TYPE
+    line = f"weights: {name} ({trunk}, {experts}, trained at {size} px)"
     return Weights(name, keys, line, class_names)
 
 

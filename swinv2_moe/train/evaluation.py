@@ -27,8 +27,9 @@ class Accuracy(NamedTuple):
     loss: float
     images: int
     unreadable: list[str]
-    temperature: float = 1.0  # by which the logits are divided for the lowest cross-entropy
-    calibrated: float = 0.0  # that cross-entropy
+    # by which the logits are divided for the lowest cross-entropy; of few images nearer to 1
+    temperature: float = 1.0
+    calibrated: float = 0.0  # the lowest cross-entropy
 
     def score(self, best_by: str) -> float:
         """The measure of TRAIN.BEST_BY, higher for a better model and always finite."""
@@ -39,6 +40,7 @@ class Accuracy(NamedTuple):
 
 
 # Temperatures at which the loss is measured, T in number: from 1/4 to 4
+_PRIOR = 30  # images whose temperature is taken to be 1, beside those that are measured
 _TEMPERATURES = 2.0 ** (np.arange(-8, 9) / 4)
 
 
@@ -78,6 +80,7 @@ def evaluate(
     recalls = hits[images > 0] / images[images > 0]
     share = 1 / max(count, 1)
     temperature, calibrated = _lowest(losses * share)
+    temperature **= count / (count + _PRIOR)
     return Accuracy(
         100 * float(hits.sum()) * share,
         100 * top5 * share,

@@ -101,6 +101,7 @@ class Trainer:
         self.energy = GpuEnergy(world.device)
         self.joules: float | None = None  # of the GPUs in all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
+        self.temperature = 1.0  # of the logits in the last validation
         self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -149,6 +150,7 @@ class Trainer:
             step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
         )
         self.validation_seconds = time.perf_counter() - started
+        self.temperature = accuracy.temperature
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -221,7 +223,8 @@ class Trainer:
     def _count_epoch(self, saver: Saver, epoch: int) -> None:
         """End an epoch that is not validated."""
         self.progress.count_epoch()
-        self.progress.epoch_seconds = 0.0
+        self.progress.epoch_seconds = self._epoch_seconds()  # those since the last validation
+        self.epoch_started = time.perf_counter()
         if epoch % self.config.run.save_freq == 0 or self._is_time_to_save():
             self.save(saver, partial=True)
 
@@ -231,12 +234,13 @@ class Trainer:
         if not minutes or self._is_last_epoch(epoch):
             return
         beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
-        expected = sum(self.phases.seconds().values()) + self._epoch_seconds() + beside
+        epoch_seconds = time.perf_counter() - self.epoch_started
+        expected = sum(self.phases.seconds().values()) + epoch_seconds + beside
         if self.world.agree(expected > 60 * minutes):
             self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
     def _epoch_seconds(self) -> float:
-        """Seconds of the current epoch, over all parts of a resumed run."""
+        """Seconds of the epochs since the last validation, over all parts of a resumed run."""
         return self.progress.epoch_seconds + time.perf_counter() - self.epoch_started
 
     def _train_epoch(self, recorder: Recorder, saver: Saver) -> None:
@@ -406,6 +410,8 @@ class Trainer:
         meta = describe(
             step.model, self.progress.step, self.config.yaml, self.data.class_names, training
         )
+        if self.config.train.best_by == "calibrated":
+            meta["temperature"] = self.temperature
         saver.save(step.model, step.state(), meta, is_best, partial)
 
     def resume(self, source: Checkpoint) -> None:
@@ -452,6 +458,7 @@ class Trainer:
         load_sharded(step.model, weights)
         self.dense_updates = training.get("dense_updates", 0)
         self.joules = training.get("joules")
+        self.temperature = source.meta.get("temperature", 1.0)
         if upcycles:
             self.dense_updates = updates
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)

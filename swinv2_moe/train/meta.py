@@ -125,7 +125,11 @@ _META = record(
         "experts": object_of(RELATIVE_PATH, list_of(COUNT)),
         "files": object_of(RELATIVE_PATH, record({"bytes": COUNT, "sha256": _SHA256})),
     },
-    optional={"windows": WINDOWS, "backbone_windows": WINDOWS},
+    optional={
+        "windows": WINDOWS,
+        "backbone_windows": WINDOWS,
+        "temperature": POSITIVE_NUMBER,  # of the logits, for calibrated probabilities
+    },
 )
 
 

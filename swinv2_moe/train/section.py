@@ -255,7 +255,8 @@ class TrainConfig:
         "top1",
         "what the checkpoint `best` is best in: validation accuracy (`top1`), its mean over the"
         " classes (`balanced`, for classes with few images), the validation loss (`loss`), or that"
-        " loss at the temperature at which it is lowest (`calibrated`, for few images)",
+        " loss at the temperature at which it is lowest (`calibrated`, for few images; where its"
+        " checkpoints are used, their logits are divided by that temperature)",
         choices=("top1", "balanced", "loss", "calibrated"),
     )
     probe: bool = option(

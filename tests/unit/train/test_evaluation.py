@@ -201,9 +201,12 @@ def test_the_temperature_of_the_lowest_loss(scale):
     found = evaluate(Scaled(), batches, ALONE, nullcontext)
     # the standard error of log T is about 0.02 here
     assert found.temperature == pytest.approx(min(scale, 4.0), rel=0.1)
+    ten = [Batch(batches[0].images[:10], batches[0].targets[:10], [])]
+    few = evaluate(Scaled(), ten, ALONE, nullcontext)
+    assert 4.0**-0.25 <= few.temperature <= 4.0**0.25  # of 10 images with a prior of 30
+    lowest = found.temperature ** (4030 / 4000)  # without the prior
     losses = [
-        float(nn.functional.cross_entropy(scale * logits / at, targets))
-        for at in (found.temperature, 1)
+        float(nn.functional.cross_entropy(scale * logits / at, targets)) for at in (lowest, 1)
     ]
     # a parabola through points a quarter of an octave apart
     assert found.calibrated == pytest.approx(losses[0], abs=2e-3)

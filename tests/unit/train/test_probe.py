@@ -14,11 +14,14 @@ from swinv2_moe.config import all_sections
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.measure import report
+from swinv2_moe.measure.live_run import LiveRun
+from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
 from swinv2_moe.train import frozen
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.train.checkpoint import open_checkpoint, read_section, read_weights_of
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.train.run import train
@@ -190,6 +193,23 @@ def test_the_size_of_the_lowest_log_loss(make_config, tmp_path, monkeypatch):
     assert any(line.startswith("  32 px: not tried") for line in lines)
 
 
+def test_a_checkpoint_is_used_at_its_temperature(make_config, tmp_path):
+    """Its logits are divided where it is deployed, or a start; not where its run goes on."""
+    config = make_config(tmp_path / "run", PROBED | {"MODEL.SWINV2.DEPTHS": [1, 1, 1]})
+    train(config)
+    source = open_checkpoint(tmp_path / "run/checkpoints/latest")
+    stored = source.meta["temperature"]
+    assert stored != 1.0
+    model = build_model(all_sections(config).model, 10)
+    weight, bias = model.classifier_names()
+    read = read_weights_of(source, model)
+    trained = read_section(source, "", model, model.state_dict())
+    for name in (weight, bias):
+        assert torch.equal(read[name], trained[name] / stored)
+    others = trained.keys() - {weight, bias}
+    assert all(torch.equal(read[name], trained[name]) for name in others)
+
+
 def validations(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "val_top1" in line]
@@ -256,7 +276,16 @@ def interrupted(*args):
 def test_validations_are_as_rare_as_the_key_says(make_config, tmp_path):
     keys = PROBED | {"VAL_FREQ": 2, "TRAIN.EPOCHS": 5, "TRAIN.WARMUP_EPOCHS": 0}
     summary = train(make_config(tmp_path / "run", keys))
-    assert [line["epoch"] for line in validations(tmp_path / "run")] == [0, 2, 4, 5]
+    found = validations(tmp_path / "run")
+    assert [line["epoch"] for line in found] == [0, 2, 4, 5]
+    assert [line["step"] for line in found] == [0, 10, 20, 25]
+    watched = LiveRun(tmp_path / "run")
+    watched.read()
+    position = watched.position()
+    assert (position.epoch, position.epoch_step, position.step) == (5, 0, 25)
+    facts = report._facts(read_run(tmp_path / "run"))
+    assert facts["epochs, steps"] == "5, 25"
+    assert facts["top-1, best"] == f"{summary['best_val_top1']:.2f}%"
     assert (summary["epochs"], summary["steps"]) == (5, 25)
 
 
