@@ -10,6 +10,7 @@ the exit status is then 1.
 import argparse
 import csv
 import json
+import logging
 import os
 import re
 import sys
@@ -255,6 +256,7 @@ def load_torch(file: Path, spec: dict) -> Callable[[np.ndarray], np.ndarray]:
     """As `load_onnx`, of a program of torch.export. It runs on the device that it was made on."""
     import torch
 
+    logging.getLogger("torch.export").setLevel(logging.ERROR)  # an error is raised as well
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of how it reads its file
         program = torch.export.load(file).module()

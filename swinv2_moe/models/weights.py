@@ -2,6 +2,7 @@
 and a classifier into a model with other classes."""
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -367,3 +368,22 @@ def read_class_map(file: Path) -> list[int]:
                 f"MODEL.CLASS_MAP {file}: line {number}: {short(line)} is not the number of a class"
             )
     return [int(line) for line in lines]
+
+
+def larger_than(found: dict[str, Tensor], sizes: Mapping[str, object], group: str) -> str:
+    """A phrase that names one of a model's sizes which the tensors `found` rule out; "" if there is
+    none. Building a block takes time even on the meta device.
+
+    Args:
+        sizes: arguments of the model's class.
+        group: the beginning of their names in the message.
+    """
+    numbers = sum(tensor.numel() for tensor in found.values())
+    for name, value in sizes.items():
+        limit, unit = numbers, "numbers"
+        if re.search("depth|layers|blocks", name):  # each has tensors
+            limit, unit = len(found), "tensors"
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        if sum(part for part in parts if isinstance(part, int)) > limit:
+            return f"{group}{name.upper()} is {short(value)}, the files hold {limit:,} {unit}"
+    return ""

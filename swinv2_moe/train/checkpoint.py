@@ -14,7 +14,7 @@ its files is compared with the size and checksum in meta.json.
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, expert_file, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash, publish_directory
 from swinv2_moe.config import config_from_text, model_config
-from swinv2_moe.errors import UserError, one_line, short
+from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import new_directory, parse_json, writing
 from swinv2_moe.forms import COUNT, TEXT, list_of
 from swinv2_moe.models import MoEModel
@@ -36,7 +36,7 @@ from swinv2_moe.models.bundled import located
 from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_headers, read_metadata, read_weights
-from swinv2_moe.models.weights import check_finite, compare, rank_experts
+from swinv2_moe.models.weights import check_finite, compare, larger_than, rank_experts
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.meta import WINDOWS, DamagedError, describe, read_meta, write_meta
 
@@ -349,25 +349,6 @@ def check_network(checkpoint: Checkpoint, config: ModelConfig, num_classes: int)
             f"checkpoint {directory}: DATA.IMG_SIZE {config.img_size} and the windows of its model"
             f" need {needed / 1e9:,.0f} GB, this machine has {available / 1e9:,.0f} GB"
         )
-
-
-def larger_than(found: dict[str, Tensor], sizes: Mapping[str, object], group: str) -> str:
-    """A phrase that names one of a model's sizes which the tensors `found` rule out; "" if there is
-    none. Building a block takes time even on the meta device.
-
-    Args:
-        sizes: arguments of the model's class.
-        group: the beginning of their names in the message.
-    """
-    numbers = sum(tensor.numel() for tensor in found.values())
-    for name, value in sizes.items():
-        limit, unit = numbers, "numbers"
-        if re.search("depth|layers|blocks", name):  # each has tensors
-            limit, unit = len(found), "tensors"
-        parts = value if isinstance(value, (tuple, list)) else (value,)
-        if sum(part for part in parts if isinstance(part, int)) > limit:
-            return f"{group}{name.upper()} is {short(value)}, the files hold {limit:,} {unit}"
-    return ""
 
 
 def trained_windows(checkpoint: Checkpoint) -> list[int]:

@@ -36,7 +36,8 @@ from swinv2_moe.models.hub import (
 )
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
-from swinv2_moe.train.checkpoint import larger_than, trained_windows
+from swinv2_moe.models.weights import larger_than
+from swinv2_moe.train.checkpoint import trained_windows
 from swinv2_moe.train.deployed import open_alone
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.section import DistillConfig
