@@ -108,7 +108,7 @@ def train(
         trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
-        was_finished = trainer.progress.finished
+        was_finished = _was_finished(trainer, root)
         _check_not_finished_elsewhere(trainer, source, root)
         lines = [*headline(trainer, size, source), *_notes(trainer, placement), *settled]
         # all ranks get here at about the same time: they have just exchanged versions
@@ -171,6 +171,12 @@ def _load_pretrained(sections: AllSections, model: MoEModel, world: World, data:
     """Load MODEL.PRETRAINED, if given, and return the data with messages about it."""
     notes = load_pretrained(sections.model, model, world, sections.run.seed, data.class_names)
     return replace(data, notes=data.notes + notes)
+
+
+def _was_finished(trainer: Trainer, root: Path) -> bool:
+    """Whether an earlier part of the run has done all. Where TRAIN.EPOCHS was lowered to what is
+    done, none has recorded the end."""
+    return trainer.world.agree(trainer.progress.finished and (root / "summary.json").exists())
 
 
 def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, root: Path) -> None:
