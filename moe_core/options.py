@@ -35,7 +35,8 @@ class Option:
             later); empty: any.
         is_key: whether it is a key of configuration files, or of the dataclass alone.
         affects: what differs in a training that goes on with another value: the "training" itself,
-            the learning "rate", what an "accuracy" is measured of, or nothing that is learned ("").
+            the learning "rate", what an "accuracy" is measured of, what a run has at its "start",
+            or nothing that is learned ("").
     """
 
     meaning: str

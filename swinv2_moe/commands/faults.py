@@ -81,15 +81,15 @@ _FAULTS = (
     _Fault(
         r"CUDA out of memory|OutOfMemoryError|(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED",
         "the memory of the GPU is full",
-        "lower DATA.BATCH_SIZE (TRAIN.ACCUMULATION_STEPS keeps the size of a step), or set"
-        " TRAIN.USE_CHECKPOINT True",
+        "lower DATA.BATCH_SIZE (TRAIN.ACCUMULATION_STEPS keeps the size of a step), or"
+        " DATA.IMG_SIZE where single images are large, or set TRAIN.USE_CHECKPOINT True",
     ),
     _Fault(
         r"MemoryError|Cannot allocate memory|can't allocate memory|bad_alloc|failed to map segment"
         r"|not enough memory|Out of memory",
         "memory has run out",
-        "lower DATA.BATCH_SIZE or DATA.NUM_WORKERS, or give the job more memory (`ulimit -v`, the"
-        " limit of its container)",
+        "lower DATA.BATCH_SIZE or DATA.NUM_WORKERS, or DATA.IMG_SIZE where single images are large,"
+        " or give the job more memory (`ulimit -v`, the limit of its container)",
     ),
     _Fault(
         r"can't start new thread|Resource temporarily unavailable|pthread_create|thread creation",

@@ -168,6 +168,13 @@ def main() -> None:
         if args.output.endswith(".json"):
             text = as_json(predictions, predictor.facts)
         write_text(args.output, text)
+    for unused in sorted({prediction.unused for prediction in predictions} - {""}):
+        found = [prediction.file for prediction in predictions if prediction.unused == unused]
+        print_lines(
+            f"warning: {len(found):,} of {len(predictions):,} pictures have {unused}, which are not"
+            f" used; the first: {found[0]}",
+            file=sys.stderr,
+        )
     unreadable = [prediction for prediction in predictions if prediction.error is not None]
     for prediction in unreadable:
         print_lines(f"{prediction.file}: cannot be read ({prediction.error})", file=sys.stderr)

@@ -6,11 +6,13 @@ find it, every image would have to be decoded.
 N images
 """
 
+import copy
 import hashlib
 import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 
@@ -21,23 +23,43 @@ _NUM_READERS = 16  # threads; a network's disk takes milliseconds to answer
 _END = 1 << 14  # bytes at the end of a file that are compared first
 
 
-def first_copies(count: int, path: Callable[[int], str]) -> np.ndarray:
-    """For each of N files the index of the first file with the same bytes, int64 [N].
+class Files(Protocol):
+    """N files, in folders or in shards."""
+
+    def __len__(self) -> int: ...
+
+    def size(self, index: int) -> int:
+        """Bytes of a file; 0 if it cannot be read."""
+
+    def checksum(self, index: int, last: int | None = None) -> int:
+        """64 bits of a file, or of its last bytes; 0 if it cannot be read."""
+
+
+def first_copies(*sources: Files) -> np.ndarray:
+    """For each of N files of all sources the index of the first file with the same bytes, int64
+    [N].
 
     A file is read if others have its size, and read as a whole if their ends are equal, too. Empty
     files and files that cannot be read have no copies.
-
-    Args:
-        path: the path of a file, by its index.
     """
-    values = np.zeros(count, np.uint64)
-    rows = np.arange(count)  # files that may have a copy
-    measures: tuple[Callable[[str], int], ...] = (_size, _digest_of_end, _digest)
+    starts = np.cumsum([0, *map(len, sources)])
+    values = np.zeros(starts[-1], np.uint64)
+    rows = np.arange(starts[-1])  # files that may have a copy
+    measures: tuple[Callable[[Files, int], int], ...] = (
+        lambda source, index: source.size(index),
+        lambda source, index: source.checksum(index, _END),
+        lambda source, index: source.checksum(index),
+    )
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         for measure in measures:
 
-            def measure_all(part: np.ndarray, measure: Callable[[str], int] = measure) -> list[int]:
-                return [measure(path(row)) for row in part.tolist()]
+            def measure_all(
+                part: np.ndarray, measure: Callable[[Files, int], int] = measure
+            ) -> list[int]:
+                own = list(map(copy.copy, sources))  # with open shards of this thread
+                numbers = np.searchsorted(starts, part, "right") - 1
+                pairs = zip(numbers.tolist(), (part - starts[numbers]).tolist(), strict=True)
+                return [measure(own[number], index) for number, index in pairs]
 
             parts = pool.map(measure_all, np.array_split(rows, _NUM_READERS))
             values[:] = 0
@@ -63,7 +85,8 @@ def digest(content: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-def _size(path: str) -> int:
+def size_of(path: str) -> int:
+    """The size of a regular file; 0 for others, and if it cannot be read."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # it does not exist; NUL in its name
@@ -71,11 +94,7 @@ def _size(path: str) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _digest_of_end(path: str) -> int:
-    return _digest(path, _END)
-
-
-def _digest(path: str, last: int | None = None) -> int:
+def digest_of(path: str, last: int | None = None) -> int:
     """A checksum of a file, or of its last bytes; 0 if it cannot be read."""
     checksum = hashlib.blake2b(digest_size=8)
     try:

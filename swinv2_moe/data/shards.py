@@ -28,7 +28,8 @@ import numpy as np
 from PIL import Image
 
 from moe_core.files import open_regular
-from swinv2_moe.data.images import MAX_FILE_BYTES, decode
+from swinv2_moe.data.copies import digest
+from swinv2_moe.data.images import MAX_FILE_BYTES, decode, is_of_the_machine
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import check_plain_name, read_bounded, read_json
 
@@ -119,6 +120,21 @@ class ShardedImages:
             raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes", self.name(index))
         # pread does not move the file position, which forked workers share.
         return os.pread(self._file(shard), size, offset)
+
+    def size(self, index: int) -> int:
+        """Bytes of the image."""
+        return int(self.members["size"][index])
+
+    def checksum(self, index: int, last: int | None = None) -> int:
+        """64 bits of the image, or of its last bytes; 0 if it cannot be read."""
+        shard, offset, size, _ = self.members[index].item()
+        count = min(size, last or size, MAX_FILE_BYTES)
+        try:
+            return digest(os.pread(self._file(shard), count, offset + size - count))
+        except OSError as error:
+            if is_of_the_machine(error):
+                raise
+            return 0
 
     def name(self, index: int) -> str:
         """A name for messages, such as "train/000012.tar: 00000017-n01440764_18.jpg"."""

@@ -370,7 +370,7 @@ class ModelConfig:
         "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
         " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
         " `hf-hub:OWNER/NAME`",
-        affects="",
+        affects="start",
     )
     upcycle: str = option(
         "",
@@ -378,21 +378,21 @@ class ModelConfig:
         " block. `weights`: a new training starts. `run`: the dense run continues, at its epoch and"
         " learning rate, with its optimiser's state. Empty: off",
         choices=("", "weights", "run"),
-        affects="",
+        affects="start",
     )
     upcycle_noise: float = option(
         0.0,
         "standard deviation of the noise added to upcycled experts, relative to that of the dense"
         " weights",
         least=0,
-        affects="",
+        affects="start",
     )
     class_map: str = option(
         "",
         "for a `MODEL.PRETRAINED` with other classes. `new`: its classifier is not loaded."
         " Otherwise a file with one line for each class: the number, from 0, of its row in the"
         " pretrained classifier, or -1",
-        affects="",
+        affects="start",
     )
 
     trunk: Trunk  # the group of the type

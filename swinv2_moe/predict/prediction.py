@@ -36,11 +36,13 @@ class Prediction:
         file: path of the picture; "" for an image in memory.
         top: K classes, the most probable first; empty if the picture could not be read.
         error: the reason why the picture could not be read; None if it could be read.
+        unused: what of the picture's file is not used, such as further pages; "" if nothing.
     """
 
     file: str
     top: tuple[ClassProbability, ...] = ()
     error: str | None = None
+    unused: str = ""
 
     @property
     def best(self) -> ClassProbability:

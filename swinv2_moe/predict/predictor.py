@@ -3,6 +3,7 @@
 B pictures of a batch, C channels, S DATA.IMG_SIZE, K classes of a prediction
 """
 
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from swinv2_moe.data.images import (
     image_paths,
     is_of_the_machine,
     read_file,
+    read_header,
     to_mode,
     upright,
 )
@@ -147,36 +149,40 @@ class Predictor:
                 names = [_name(picture) for picture in pictures[start : start + batch_size]]
                 yield from self._predictions(names, inputs, top_k, forward)
 
-    def _read(self, picture: Readable) -> Tensor | str:
-        """The model's input, float32 [C, S, S], or the reason why the picture cannot be read."""
+    def _read(self, picture: Readable) -> tuple[Tensor | str, str]:
+        """The model's input, float32 [C, S, S], or the reason why the picture cannot be read; and
+        what of its file is not used."""
+        unused = ""
         try:
             if isinstance(picture, Image.Image):
                 image = upright(picture)
-            elif isinstance(picture, bytes):
-                image = decode(picture)
             else:
-                image = decode(read_file(picture))
-            return self._transform(to_mode(image, self._mode))
+                content = picture if isinstance(picture, bytes) else read_file(picture)
+                image = decode(content)
+                unused = read_header(io.BytesIO(content)).unused
+            return self._transform(to_mode(image, self._mode)), unused
         # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and others.
         except Exception as error:
             if is_of_the_machine(error):
                 raise
             needed = NOT_DECODED.get(Path(_name(picture)).suffix.lower())
-            if needed:
-                return needed
-            return one_line(getattr(error, "strerror", None) or str(error))
+            return needed or one_line(getattr(error, "strerror", None) or str(error)), ""
 
     def _predictions(
-        self, names: list[str], inputs: list[Tensor | str], top_k: int, forward: PassGraph
+        self,
+        names: list[str],
+        inputs: list[tuple[Tensor | str, str]],
+        top_k: int,
+        forward: PassGraph,
     ) -> Iterator[Prediction]:
         """Yield a Prediction for each of B pictures, from the results of `_read`."""
-        images = [item for item in inputs if isinstance(item, Tensor)]
+        images = [item for item, _ in inputs if isinstance(item, Tensor)]
         rows: Iterator[tuple[ClassProbability, ...]] = iter(())
         if images:
             rows = iter(self._top(torch.stack(images), top_k, forward))
-        for name, item in zip(names, inputs, strict=True):
+        for name, (item, unused) in zip(names, inputs, strict=True):
             if isinstance(item, Tensor):
-                yield Prediction(name, next(rows))
+                yield Prediction(name, next(rows), unused=unused)
             else:
                 yield Prediction(name, error=item)
 

@@ -11,11 +11,13 @@ from swinv2_moe.config import AllSections, Change, changed_keys, config_from_tex
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
 from swinv2_moe.data.datasets import UnreadableImages
+from swinv2_moe.data.sources.base import content_id
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
 from swinv2_moe.start.known import accuracy_in_words
 from swinv2_moe.tables import in_words, seconds_left
 from swinv2_moe.train import checkpoint, optim
+from swinv2_moe.train.agreement import DATA_PATHS
 from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.distributed import Stopped, StopSignal, World
@@ -68,6 +70,8 @@ class Trainer:
         self.config = config
         self.world = world
         self.data = data
+        val_images = data.val_loader.dataset.source
+        self.validation_id = world.agree(content_id(val_images) if world.is_main else "")
         self.stop = StopSignal()
         self.stopped_by: str | None = None  # the signal that ended the run
         self.changes: list[Change] = []  # of the configuration, since the checkpoint
@@ -401,6 +405,7 @@ class Trainer:
             "epoch_seconds": self._epoch_seconds(),
             "world_size": self.world.size,
             "images": [self.data.train_size, self.data.val_size],
+            "validation": self.validation_id,
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
             "needed_capacity": self.routing.state(),
@@ -477,7 +482,14 @@ class Trainer:
         self.changes = changed_keys(before, now)
         if upcycles:  # keys of experts have no meaning for the dense run
             self.changes = [one for one in self.changes if not one.key.startswith("MODEL.MOE.")]
+            self.changes = [one for one in self.changes if one.affects != "start"]
         training = source.meta["training"]
+        is_same = bool(self.validation_id) and training.get("validation") == self.validation_id
+        if is_same:  # perhaps moved
+            self.changes = [
+                one._replace(affects="training") if one.key in DATA_PATHS else one
+                for one in self.changes
+            ]
         self.rates = (
             optim.learning_rate_after(train_config(before), training),
             optim.learning_rate_after(train_config(now), self.progress.state()),
@@ -486,7 +498,7 @@ class Trainer:
         images = training.get("images", counts)
         if images != counts:
             measured = bool(self.config.data.val_split) or images[1] != counts[1]
-            affects = "accuracy" if measured else "training"
+            affects = "accuracy" if measured and not is_same else "training"
             name = "the number of images (training, validation)"
             self.changes.append(Change(name, images, counts, affects))
         is_measured_otherwise = any(one.affects == "accuracy" for one in self.changes)

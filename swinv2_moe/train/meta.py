@@ -92,6 +92,7 @@ _CLASSIFIER_TRAINING = record(
     # earlier versions have no such keys
     optional={
         "images": list_of(COUNT, length=2),  # to train on, to validate
+        "validation": TEXT,  # what the validation images are (`content_id`)
         "time_to_target": _time_to_target,
         "loss_watch": _LOSS_WATCH,
         "best_by": TEXT,

@@ -108,7 +108,7 @@ def train(
         trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
-        was_finished = trainer.progress.finished
+        was_finished = _was_finished(trainer, root)
         _check_not_finished_elsewhere(trainer, source, root)
         lines = [*headline(trainer, size, source), *_notes(trainer), *settled]
         stack.enter_context(trainer.stop)  # all ranks get here at about the same time
@@ -206,6 +206,12 @@ def _load_pretrained(
             _show([f"a linear classifier on the frozen network: {first.classifier}"], world)
         set_classifier(model, first.classifier)
     return replace(data, notes=data.notes + notes)
+
+
+def _was_finished(trainer: Trainer, root: Path) -> bool:
+    """Whether an earlier part of the run has done all. Where TRAIN.EPOCHS was lowered to what is
+    done, none has recorded the end."""
+    return trainer.world.agree(trainer.progress.finished and (root / "summary.json").exists())
 
 
 def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, root: Path) -> None:

@@ -1,14 +1,16 @@
 """The report of a run: its first lines, warnings, its last lines and summary.json."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isclose
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from moe_core import moe_layers
+from swinv2_moe.config import Change
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import short
@@ -19,7 +21,7 @@ from swinv2_moe.train.checkpoint import Checkpoint
 from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.meta import split_warning
-from swinv2_moe.train.progress import accounted_share
+from swinv2_moe.train.progress import Progress, accounted_share
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.section import TrainConfig
 
@@ -81,6 +83,7 @@ _EFFECTS = {
     "training": "training goes on with the changed value",
     "rate": "the schedule of the learning rate has changed",
     "accuracy": "accuracies until now were measured otherwise, and the best one is chosen anew",
+    "start": "no effect, it says what a run starts from, and this one goes on",
 }
 
 
@@ -88,20 +91,16 @@ def change_lines(trainer: Trainer) -> list[str]:
     """A line for each key that has changed since the checkpoint, and the learning rates before and
     after."""
     progress, lines = trainer.progress, []
-    for key, before, now, affects in trainer.changes:
-        effect = _EFFECTS[affects]
-        if progress.finished:
-            effect = (
-                "no effect, all steps are done; TRAIN.EPOCHS or TRAIN.MAX_STEPS continue the run"
-            )
-        line = f"{key} was {short(before)} and is {short(now)}: {effect}"
-        if affects == "accuracy":
+    for change in trainer.changes:
+        was_and_is = f"{change.key} was {short(change.before)} and is {short(change.now)}"
+        line = f"{was_and_is}: {_effect(change, progress)}"
+        if change.affects == "accuracy":
             line = f"warning: {line}"
         lines.append(line)
-    if trainer.rates is None or progress.finished:
+    if trainer.rates is None or progress.steps_done:
         return lines
     before, now = trainer.rates
-    if any(one.affects == "rate" for one in trainer.changes) or not isclose(
+    if any(one.affects == "rate" for one in trainer.changes) or not math.isclose(
         before, now, rel_tol=1e-2
     ):
         lines.append(
@@ -110,6 +109,20 @@ def change_lines(trainer: Trainer) -> list[str]:
             f" {progress.epochs} epochs"
         )
     return lines
+
+
+def _effect(change: Change, progress: Progress) -> str:
+    """What a changed key does to a run that goes on."""
+    done = {"TRAIN.EPOCHS": progress.epoch, "TRAIN.MAX_STEPS": progress.step}.get(change.key)
+    if done is not None:
+        limits: list[Any] = [
+            count or math.inf for count in (change.before, change.now)
+        ]  # 0: no limit
+        if limits[1] <= done < limits[0]:
+            return f"{done} are done, so the run ends here"
+    if progress.finished and change.affects != "start":
+        return "no effect, all steps are done; TRAIN.EPOCHS or TRAIN.MAX_STEPS continue the run"
+    return _EFFECTS[change.affects]
 
 
 def start_warnings(

@@ -209,6 +209,19 @@ def test_table_names_and_status(predict, run, best_step, pictures, model):
     assert (finished.status, finished.err) == (0, "")
 
 
+def test_what_is_not_used_of_a_picture_is_said(predict, run, pictures, model):
+    (pictures / "broken.jpg").unlink()
+    pages = [Image.new("RGB", (16, 12), (40 * i, 0, 0)) for i in range(2)]
+    pages[0].save(pictures / "pages.tif", save_all=True, append_images=pages[1:])
+    part = "pages or frames beyond the first"
+    found = model.predict([pictures / "pages.tif", (pictures / "pages.tif").read_bytes(), pages[0]])
+    assert [prediction.unused for prediction in found] == [part, part, ""]
+    finished = predict(run, pictures, "--output", pictures / "out.json")
+    says = f"1 of 4 pictures have {part}, which are not used; the first: {pictures}/pages.tif"
+    assert (finished.status, finished.err) == (0, f"warning: {says}\n")
+    assert f'"unused": "{part}"' in (pictures / "out.json").read_text()
+
+
 def test_nothing_can_be_read(predict, run, pictures):
     finished = predict(run, pictures / "broken.jpg", "--output", pictures / "out.csv")
     assert finished.status == 1

@@ -162,7 +162,7 @@ def test_an_error_of_the_configuration_is_found_without_torch(words, opts, messa
     [
         (["train", "--cfg", "tiny_imagenet/dense", "--data", "gone"], "DATA.PATH is 'gone'"),
         (["train", "--data", "gone"], "DATA.PATH is 'gone'"),
-        (["train", "--data", "docs"], "class folders hold no image"),
+        (["train", "--data", "docs"], "docs: images/ lies where each folder is a class"),
         (["predict", "bundled:huge", "a.jpg"], "there is no such model in this package"),
         (["evaluate", "gone"], "RUN gone: no such directory"),
         (["predict", "configs", "a.jpg"], "RUN configs: holds no checkpoint"),

@@ -107,7 +107,7 @@ def test_keys_below_a_prefix():
 
 def test_each_key_says_what_another_value_changes():
     kinds = {key: one.affects for key, one in key_options().items()}
-    assert set(kinds.values()) == {"", "rate", "accuracy", "training"}
+    assert set(kinds.values()) == {"", "rate", "accuracy", "training", "start"}
     # what a validation reads besides the weights
     for key in ("DATA.PATH", "DATA.VAL_SPLIT", "DATA.MEAN", "DATA.IMG_SIZE", "TEST.CROP_RATIO"):
         assert kinds[key] == "accuracy", key

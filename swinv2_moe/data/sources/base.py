@@ -3,6 +3,7 @@
 N images
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from swinv2_moe.data.copies import copies_note, first_copies
+from swinv2_moe.data.copies import copies_note, digest_of, first_copies, size_of
 from swinv2_moe.data.images import Header, decode, read_file, read_header
 from swinv2_moe.data.shards import ShardedImages
 from swinv2_moe.errors import UserError, shortened
@@ -88,6 +89,14 @@ class ImageFiles:
     def path(self, index: int) -> str:
         """The image's path, for opening."""
         return os.path.join(self.root, os.fsdecode(self.paths[index]))
+
+    def size(self, index: int) -> int:
+        """Bytes of the image's file; 0 if it cannot be read."""
+        return size_of(self.path(index))
+
+    def checksum(self, index: int, last: int | None = None) -> int:
+        """64 bits of the file, or of its last bytes; 0 if it cannot be read."""
+        return digest_of(self.path(index), last)
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,9 @@ def relabelled(source: Source, labels: Sequence[int]) -> Source:
     return Subset(source, np.flatnonzero(new_targets[source.targets] >= 0), new_targets)
 
 
-def copies_of_files(train: ImageFiles, val: ImageFiles) -> list[str]:
+def copies_of_files(
+    train: ImageFiles | ShardedImages, val: ImageFiles | ShardedImages
+) -> list[str]:
     """A warning about copies between training and validation, or about images with several labels;
     [] if there are none, or too many images to compare them now."""
     split = len(train)
@@ -173,11 +184,33 @@ def copies_of_files(train: ImageFiles, val: ImageFiles) -> list[str]:
     if not split or len(targets) > _MAX_COMPARED:
         return []
 
-    def path(row: int) -> str:
-        return train.path(row) if row < split else val.path(row - split)
+    def name(row: int) -> str:
+        return train.name(row) if row < split else val.name(row - split)
 
-    first = first_copies(len(targets), path)
-    return copies_note(first, targets, split, lambda row: printable(path(row)))
+    return copies_note(first_copies(train, val), targets, split, name)
+
+
+def content_id(source: Source) -> str:
+    """A checksum of the images' names below their folder, targets and sizes, but not of where that
+    folder is; "" for images that do not lie in files.
+
+    Of folders the sizes of 1000 images are read.
+    """
+    if isinstance(source, Subset):
+        inner, rows = content_id(source.source), np.asarray(source.indices, np.int64)
+        parts = [inner.encode(), rows.tobytes()] if inner else []
+    elif isinstance(source, ImageFiles):
+        seen = np.unique(np.linspace(0, len(source) - 1, 1000).astype(int)).tolist()
+        sizes = np.array([source.size(row) for row in seen], np.int64)
+        parts = [b"\0".join(source.paths.tolist()), sizes.tobytes()]
+    elif isinstance(source, ShardedImages):
+        parts = [source.members.tobytes(), *(shard["sha256"].encode() for shard in source.shards)]
+    else:
+        parts = []
+    if not parts:
+        return ""
+    targets = np.ascontiguousarray(source.targets, np.int64).tobytes()
+    return hashlib.sha256(b"\0".join([*parts, targets])).hexdigest()
 
 
 def sample_notes(source: Source, crop_ratio: float) -> list[str]:

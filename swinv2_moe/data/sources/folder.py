@@ -45,6 +45,9 @@ _SPLIT_NAME = re.compile(
 )
 _NO_CLASSES = {"label", "labels", "annotation", "annotations", "ground_truth", "groundtruth"}
 _NO_CLASSES |= {"mask", "masks", "metadata", "unlabeled", "unlabelled", "predictions"}
+# beside masks or annotations of another name
+_NO_CLASSES |= {"images", "imgs", "jpegimages", "imagesets", "segmentation", "segmentations"}
+_NO_CLASSES |= {"segmentationclass", "segmentationobject"}
 
 
 @register_dataset("folder")
@@ -72,7 +75,7 @@ def _load(config: DataConfig, hint: str = "") -> Sources:
         if not config.validation_only:
             _check_are_classes(train, classes)
         images, notes = _image_files(train, classes)
-        first = first_copies(len(images), images.path)
+        first = first_copies(images)
         parts = _split(images, classes, config.val_split, first)
         held_out = f"{len(parts[1]):,} of the {len(images):,} images of {printable(train)}"
         note = f"DATA.VAL_SPLIT {config.val_split:g}: {held_out} are held out for validation"
@@ -240,7 +243,7 @@ def _split(
         UserError: a class cannot be split, since it has a single image.
     """
     if first is None:
-        first = first_copies(len(images), images.path)
+        first = first_copies(images)
     groups = _by_digest_of_name(images.paths, first)
     labels = images.targets.tolist()
     counts = np.bincount(images.targets, minlength=len(classes))

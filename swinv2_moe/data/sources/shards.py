@@ -2,10 +2,11 @@
 
 from swinv2_moe.data.section import DataConfig, register_dataset
 from swinv2_moe.data.shards import load_shards
-from swinv2_moe.data.sources.base import Sources
+from swinv2_moe.data.sources.base import Sources, copies_of_files
 
 
 @register_dataset("shards")
 def shards(config: DataConfig) -> Sources:
     train, val, class_names = load_shards(config.path)
-    return Sources(train, val, class_names)
+    notes = [] if config.validation_only else copies_of_files(train, val)
+    return Sources(train, val, class_names, tuple(notes))

@@ -9,9 +9,15 @@ import pytest
 
 from swinv2_moe.data import copies
 from swinv2_moe.data.copies import contradictions, copies_note, digest, first_copies, first_equal
+from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.sources import ImageFiles, load_sources
 from swinv2_moe.data.sources.folder import _split
 from swinv2_moe.errors import UserError
+
+
+def files_of(folder, names) -> ImageFiles:
+    paths = np.array([os.fsencode(name) for name in names], object)
+    return ImageFiles(str(folder), paths, np.zeros(len(names), np.int64))
 
 
 def test_equal_files_are_found(tmp_path):
@@ -22,9 +28,11 @@ def test_equal_files_are_found(tmp_path):
     (tmp_path / "9").mkdir()
     os.mkfifo(tmp_path / "10")
     names = [*map(str, range(11)), "missing", "nul\0"]
-    first = first_copies(len(names), lambda row: str(tmp_path / names[row]))
+    first = first_copies(files_of(tmp_path, names))
     assert first.tolist() == [0, 1, 2, 0, 4, 2, 6, 7, 8, 9, 10, 11, 12]
-    assert first_copies(0, str).tolist() == []
+    assert first_copies(files_of(tmp_path, [])).tolist() == []
+    parts = (files_of(tmp_path, names[:3]), files_of(tmp_path, names[3:]))
+    assert first_copies(*parts).tolist() == first.tolist()
 
 
 def test_only_files_of_equal_size_are_read(tmp_path, monkeypatch):
@@ -37,7 +45,7 @@ def test_only_files_of_equal_size_are_read(tmp_path, monkeypatch):
         return open(path, "rb")
 
     monkeypatch.setattr(copies, "open_regular", recorded)
-    first = first_copies(4, lambda row: str(tmp_path / f"{row}"))
+    first = first_copies(files_of(tmp_path, "0123"))
     assert (first.tolist(), sorted(read)) == ([0, 1, 2, 3], ["1", "2"])
 
 
@@ -50,7 +58,7 @@ def test_a_lack_of_descriptors_is_no_unreadable_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(copies, "open_regular", lacking)
     with pytest.raises(OSError, match="Too many open files"):
-        first_copies(2, lambda row: str(tmp_path / f"{row}"))
+        first_copies(files_of(tmp_path, "01"))
 
 
 def test_contradictions_and_the_warning():
@@ -146,6 +154,19 @@ def test_a_class_of_copies(load, root):
         shutil.copy(folder / "0.png", folder / f"{number}.png")
     with pytest.raises(UserError, match=r"1 of 2 .* a single image \(copies do not count\): dog"):
         load({"DATA.VAL_SPLIT": 0.1})
+
+
+def test_copies_in_shards_are_counted(root, make_data, tmp_path, monkeypatch):
+    for number in range(2):
+        shutil.copy(root / f"train/cat/{number}.png", root / f"val/cat/copy {number}.png")
+    folder = make_data({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
+    options = Options(shard_mb=0.01)
+    make_shards(load_sources(folder), str(tmp_path / "shards"), options, workers=1)
+    monkeypatch.setattr("swinv2_moe.data.shards._MAX_OPEN", 1)
+    section = make_data({"DATA.DATASET": "shards", "DATA.PATH": str(tmp_path / "shards")})
+    (note,) = load_sources(section).notes
+    assert "2 of the 42 validation images are also in training; the first: val/" in note
+    assert load_sources(section, validation_only=True).notes == ()
 
 
 def test_copies_between_train_and_val_are_counted(load, root, make_data):

@@ -144,7 +144,9 @@ def test_other_names_of_it_are_refused(load, flat, name):
     assert len(load({"DATA.VAL_SPLIT": 0.2}).class_names) == 2
 
 
-@pytest.mark.parametrize("name", ["labels", "Annotations", "ground truth", "masks"])
+@pytest.mark.parametrize(
+    "name", ["labels", "Annotations", "ground truth", "masks", "images", "SegmentationClass"]
+)
 def test_folders_that_hold_no_class_are_refused(load, root, name):
     for split in ("train", "val"):
         shutil.copytree(root / split / "cat", root / split / name)

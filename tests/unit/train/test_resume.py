@@ -1,6 +1,7 @@
 """A run that stops and goes on is the run that never stopped."""
 
 import math
+import shutil
 import time
 
 import pytest
@@ -295,6 +296,56 @@ def test_another_batch_changes_the_learning_rate(make_trainer, save, tmp_path):
     before, now = (trainer.config.train.base_lr * batch / 512 for batch in (32, 16))
     assert lines[0].startswith("DATA.BATCH_SIZE was 32 and is 16: ")
     assert lines[1].startswith(f"learning rate of the next step: {before:.2e} before, {now:.2e} ")
+
+
+def test_what_a_run_starts_from_has_no_effect_on_one_that_goes_on(make_trainer, save, tmp_path):
+    keys = {"MODEL.PRETRAINED": "other.pth", "MODEL.CLASS_MAP": "new"}
+    trainer, lines = changes_of(make_trainer, save, tmp_path, keys)
+    no_effect = "no effect, it says what a run starts from, and this one goes on"
+    assert lines == [
+        f"MODEL.PRETRAINED was '' and is 'other.pth': {no_effect}",
+        f"MODEL.CLASS_MAP was '' and is 'new': {no_effect}",
+    ]
+    assert trainer.progress.best_top1 == 75.0
+
+
+def test_fewer_epochs_than_are_done_end_the_run(make_config, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 8)  # in the second epoch
+        with pytest.raises(KeyboardInterrupt):
+            train(make_config(tmp_path / "run", {"TRAIN.EPOCHS": 3, "TRAIN.WARMUP_EPOCHS": 0}))
+    capsys.readouterr()
+    keys = {"TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
+    assert train(make_config(tmp_path / "run", keys), "auto")["epochs"] == 1
+    said = capsys.readouterr().out
+    assert "TRAIN.EPOCHS was 3 and is 1: 1 are done, so the run ends here" in said
+    assert "learning rate of the next step" not in said
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_data_that_moved_keep_the_best(make_trainer, save, tmp_path):
+    """The same validation images; of other sizes or names they are others."""
+    for split in ("train", "val"):
+        for label in (1, 2):
+            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
+            for i in range(32):
+                image = Image.new("L", (16, 16), 20 * label + i)
+                image.save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    shutil.copytree(tmp_path / "data", tmp_path / "moved")
+
+    def make(keys=None):
+        folder = {"DATA.DATASET": "folder", "DATA.NUM_WORKERS": 0, "DATA.PATH": tmp_path / "data"}
+        return make_trainer(folder | (keys or {}))
+
+    keys = {"DATA.PATH": tmp_path / "moved"}
+    trainer, (line,) = changes_of(make, save, tmp_path, keys)
+    assert line.endswith("training goes on with the changed value")
+    assert trainer.progress.best_top1 == 75.0
+    shutil.rmtree(tmp_path / "run")
+    Image.new("L", (17, 17), 3).save(tmp_path / "moved" / "val" / "1" / "3.png")
+    trainer, (line,) = changes_of(make, save, tmp_path, keys)
+    assert line.startswith("warning: DATA.PATH was ")
+    assert trainer.progress.best_top1 == -1.0
 
 
 def test_a_finished_run_is_not_changed(make_trainer, save, tmp_path):
