@@ -156,7 +156,7 @@ def _fused(
     seed = None
     if dropout > 0:
         seed = dropout_seed(tokens)
-    matrices: tuple[Tensor | None, ...] = (None, None, None)
+    matrices: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if casts is not None:
         matrices = (casts.w1, casts.w2, casts.w3)
     inputs = MoEFFNInputs(

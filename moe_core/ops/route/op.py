@@ -91,9 +91,10 @@ def route(
     Args:
         noise: [T, E]; None: no noise.
     """
-    x, dtype = logits, logits.dtype
     if isinstance(logits, LinearLogits):
         x, dtype = logits.tokens, torch.promote_types(logits.tokens.dtype, torch.float32)
+    else:
+        x, dtype = logits, logits.dtype
     form = "route.reference"
     if not in_transform(x):
         form = select("route", Request(settings.kernels, x.device.type, dtype))
