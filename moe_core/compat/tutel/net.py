@@ -8,6 +8,7 @@ input.
 # W ranks of the group
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -213,45 +214,18 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-class _AllGather(torch.autograd.Function):
-    """An all-gather. The gradient is this rank's part of its own gradient or, with `sums`, of the
-    sum of all ranks' gradients."""
+class _Collective(torch.autograd.Function):
+    """A collective, and another one for the gradient of its input."""
 
     @staticmethod
-    def forward(ctx, input, sums, group):
-        ctx.sums, ctx.group = sums, group
-        return simple_all_gather(input, group)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad):
-        if ctx.sums:
-            return simple_reduce_scatter(grad, ctx.group), None, None
-        return simple_split(grad, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, group):
-        ctx.group = group
-        return simple_reduce_scatter(input, group)
+    def forward(ctx, input, collective, of_gradient):
+        ctx.of_gradient = of_gradient
+        return collective(input)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx, grad):
-        return simple_all_gather(grad, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, group):
-        ctx.group = group
-        return simple_split(input, group)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad):
-        return simple_all_gather(grad, ctx.group), None
+        return ctx.of_gradient(grad), None, None
 
 
 class _ForwardSum(torch.autograd.Function):
@@ -262,18 +236,6 @@ class _ForwardSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None, None
-
-
-class _BackwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, op, group):
-        ctx.op, ctx.group = op, group
-        return input.view_as(input)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad):
-        return simple_all_reduce(grad, ctx.group, ctx.op), None, None
 
 
 def all_to_all_single(input: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -327,8 +289,16 @@ def all_gather(
     input: Tensor, dim: int, fused: bool = False, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Join the ranks' tensors along `dim`. With `fused` the ranks' gradients are summed."""
-    gathered = _AllGather.apply(input.transpose(0, dim), fused, group)
-    return gathered.transpose(0, dim)
+    return _gathered(input.transpose(0, dim), fused, group).transpose(0, dim)
+
+
+def _gathered(input: Tensor, sums: bool, group: dist.ProcessGroup | None) -> Tensor:
+    """An all-gather. The gradient is this rank's part of its own gradient or, with `sums`, of the
+    sum of all ranks' gradients."""
+    of_gradient = simple_reduce_scatter if sums else simple_split
+    return _Collective.apply(
+        input, partial(simple_all_gather, group=group), partial(of_gradient, group=group)
+    )
 
 
 def zero_gather(
@@ -340,7 +310,7 @@ def zero_gather(
         full_shape: the shape of the whole parameter. The ranks have flat parts of equal length.
             None: the shape of a part, with W times the first dim.
     """
-    gathered = _AllGather.apply(input, True, group)
+    gathered = _gathered(input, True, group)
     if full_shape is None:
         return gathered
     shape = torch.Size(full_shape)
@@ -361,12 +331,16 @@ def zero_scatter(
 
 def spatial_split(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's part of `dim`. The gradient is joined from the gradients of all ranks."""
-    return _Split.apply(input.transpose(0, dim), group).transpose(0, dim)
+    of_gradient = partial(simple_all_gather, group=group)
+    split = partial(simple_split, group=group)
+    return _Collective.apply(input.transpose(0, dim), split, of_gradient).transpose(0, dim)
 
 
 def reduce_scatter(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's part, along `dim`, of the sum over the ranks."""
-    return _ReduceScatter.apply(input.transpose(0, dim), group).transpose(0, dim)
+    of_gradient = partial(simple_all_gather, group=group)
+    scatter = partial(simple_reduce_scatter, group=group)
+    return _Collective.apply(input.transpose(0, dim), scatter, of_gradient).transpose(0, dim)
 
 
 def allreduce_forward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -376,7 +350,8 @@ def allreduce_forward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = N
 
 def allreduce_backward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
     """`input`, unchanged. Its gradient is reduced over the ranks."""
-    return _BackwardSum.apply(input, op, group)
+    of_gradient = partial(simple_all_reduce, group=group, op=op)
+    return _Collective.apply(input, lambda x: x.view_as(x), of_gradient)
 
 
 def _check_divides(input: Tensor, num_ranks: int) -> None:

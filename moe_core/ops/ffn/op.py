@@ -148,13 +148,15 @@ def _fused(
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
         casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
-    keep_hidden = _needs_gradients(tokens, gates, *weights)
+    keep_hidden = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (tokens, gates, *weights)
+    )
     if keep_hidden:
         _check_unpacked(weights, "gradients")
     seed = None
     if dropout > 0:
         seed = dropout_seed(tokens)
-    matrices: tuple[Tensor | None, ...] = (None, None, None)
+    matrices: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if casts is not None:
         matrices = (casts.w1, casts.w2, casts.w3)
     inputs = MoEFFNInputs(
@@ -221,11 +223,6 @@ def _form(
 ) -> str:
     request = Request(kernels, device, dtype, weight_dtype=weight_dtype, activation=activation)
     return select("ffn", request)
-
-
-def _needs_gradients(*tensors: Tensor | None) -> bool:
-    needed = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return needed and torch.is_grad_enabled()
 
 
 # 1. The op, with its fake kernel, FLOPs and autograd

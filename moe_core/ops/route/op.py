@@ -91,7 +91,13 @@ def route(
     Args:
         noise: [T, E]; None: no noise.
     """
-    form = _form_of(logits, settings)
+    if isinstance(logits, LinearLogits):
+        x, dtype = logits.tokens, torch.promote_types(logits.tokens.dtype, torch.float32)
+    else:
+        x, dtype = logits, logits.dtype
+    form = "route.reference"
+    if not in_transform(x):
+        form = select("route", Request(settings.kernels, x.device.type, dtype))
     if isinstance(logits, LinearLogits):
         if _fuses_product(logits, settings, form):
             tokens, weight, dtype = logits
@@ -106,16 +112,6 @@ def route(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     routed = _in_one_kernel(logits, None, noise, settings, form, logits.dtype)
     return routed._replace(logits=logits, inputs=None)
-
-
-def _form_of(logits: Tensor | LinearLogits, settings: RouteSettings) -> str:
-    x, dtype = logits, logits.dtype
-    if isinstance(x, LinearLogits):
-        x = x.tokens
-        dtype = torch.promote_types(x.dtype, torch.float32)
-    if in_transform(x):
-        return "route.reference"
-    return select("route", Request(settings.kernels, x.device.type, dtype))
 
 
 def _fuses_product(logits: LinearLogits, settings: RouteSettings, form: str) -> bool:
