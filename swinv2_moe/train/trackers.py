@@ -99,7 +99,6 @@ class Tracker:
         try:
             call(*arguments)
         except Exception as error:
-            self._service = None
             self._lose(f"{type(error).__name__}: {error}")
 
     def _lose(self, reason: str) -> None:
@@ -218,6 +217,7 @@ class Wandb:
         import wandb
 
         self._wandb = wandb
+        wandb.tensorboard.unpatch()  # an earlier run of this process may have failed to
         settings = {"init_timeout": _WAIT_SECONDS, "finish_timeout": _WAIT_SECONDS}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),

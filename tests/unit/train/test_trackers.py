@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 from run_cases import ALONE, LAYERS
@@ -217,10 +218,12 @@ def test_a_service_that_fails_ends_no_run(failing, service, tmp_path, capsys):
     assert (tmp_path / "summary.json").exists()
 
 
-def test_the_run_that_goes_on_has_the_same_id(service, tmp_path):
-    told = service()
+def test_other_records_go_on(service, tmp_path, capsys):
+    """After an error, and in the run that goes on."""
+    told = service(["image"])
     recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
     recorder.begin({}, 0, steps_per_epoch=5)
+    recorder._picture("routing", np.zeros((4, 4, 3), np.uint8), 1)
     recorder.step({"step": 1, "epoch": 1, "loss": torch.tensor(2.0), "moe/entropy": 0.5}, {})
     recorder.close()
     scalars = {"train/loss": 2.0, "moe/entropy": 0.5}
@@ -230,6 +233,7 @@ def test_the_run_that_goes_on_has_the_same_id(service, tmp_path):
     recorder.summary({})
     recorder.close()
     assert told == [("__init__", "some-id"), ("close", True)]
+    assert capsys.readouterr().out.count("no answer to image") == 1
 
 
 def test_a_server_that_ends_is_one_line(mlflow, tmp_path, monkeypatch, capsys):
