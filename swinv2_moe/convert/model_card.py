@@ -121,7 +121,7 @@ def model_card(
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return _CARD.format(
-        title=f"{section.type}, {num_classes} classes",
+        title=f"{section.title}, {num_classes} classes",
         facts=rows,
         size=section.img_size,
         module=module,

@@ -87,7 +87,7 @@ def _status(run: RunRecord) -> str:
     damaged = ""
     if run.damaged_lines:
         damaged = f"; {run.damaged_lines} damaged lines of metrics.jsonl left out"
-    return f"{run.config.MODEL.TYPE}, {_experts(run)}; {state}{damaged}"
+    return f"{run.config.MODEL.NAME or run.config.MODEL.TYPE}, {_experts(run)}; {state}{damaged}"
 
 
 def _experts(run: RunRecord) -> str:

@@ -235,7 +235,7 @@ def _title(sections: AllSections, num_ranks: int) -> str:
     if num_ranks > 1:
         where = f"each of {num_ranks} ranks"
     return (
-        f"{model.type}, {model.experts.num_experts} experts, {data.img_size} px,"
+        f"{model.title}, {model.experts.num_experts} experts, {data.img_size} px,"
         f" {_dtype(sections.train)}:"
         f" {data.batch_size} images of {data.path or data.dataset} a step on {where}"
     )

@@ -326,7 +326,7 @@ def _forward(
     if not choices:
         config = deployed.model_config
         raise UserError(
-            f"{config.name or config.type}: the order of its tokens is not known, so that their"
+            f"{config.title}: the order of its tokens is not known, so that their"
             " experts cannot be shown in the image"
         )
     return images

@@ -344,7 +344,8 @@ def headline(plan: Plan, ranks: int) -> str:
     if ranks > 1:
         processes = f"{ranks} processes"
     return (
-        f"{config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts in {layers} layers, "
+        f"{config.MODEL.NAME or config.MODEL.TYPE}, {config.DATA.IMG_SIZE} px: {experts} experts"
+        f" in {layers} layers, "
         f"beside dense; {processes}"
     )
 

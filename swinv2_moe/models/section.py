@@ -400,3 +400,8 @@ class ModelConfig:
     experts: ExpertsConfig
     img_size: int  # DATA.IMG_SIZE
     use_checkpoint: bool  # TRAIN.USE_CHECKPOINT
+
+    @property
+    def title(self) -> str:
+        """The model's name for people: timm's, or its type."""
+        return self.name or self.type

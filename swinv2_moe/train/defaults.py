@@ -287,7 +287,8 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
                 f" MODEL.PRETRAINED {name} has {experts}"
             )
     size = trained.DATA.IMG_SIZE
-    line = f"weights: {name} ({trained.MODEL.TYPE}, {experts}, trained at {size} px)"
+    title = trained.MODEL.NAME or trained.MODEL.TYPE
+    line = f"weights: {name} ({title}, {experts}, trained at {size} px)"
     return Weights(name, keys, line, class_names)
 
 

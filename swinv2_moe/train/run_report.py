@@ -41,7 +41,7 @@ def headline(trainer: Trainer, size: Complexity, source: Checkpoint | None) -> l
     if world.size == 1:
         processes = "process"
     lines = [
-        f"{config.type} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
+        f"{config.title} ({experts}): {size.parameters / 1e6:.2f}M parameters,"
         f" {size.macs / 1e6:,.1f}M MACs/image;"
         f" {data.train_size:,} + {data.val_size:,} images, {data.num_classes} classes;"
         f" {world.size} {processes} on {_device_name(world)}"
