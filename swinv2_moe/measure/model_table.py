@@ -7,6 +7,7 @@ from typing import NamedTuple
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.config.load import comment, config_names
 from swinv2_moe.models import measure_model
+from swinv2_moe.models.section import count_moe_layers
 
 # Numbers of classes of configurations in which the data determine them.
 _CLASSES = {
@@ -63,7 +64,7 @@ def row_of(name: str, path: Path) -> Row:
     size = measure_model(model, num_classes)
     experts = "dense"
     if model.experts.layer is not None:
-        layers = sum(map(len, model.experts.blocks))
+        layers = count_moe_layers(model.experts.blocks)
         experts = f"{model.experts.num_experts} in {layers} layers"
     accuracy = [
         line.removeprefix("Accuracy").lstrip(",: ").rstrip(".")
