@@ -155,7 +155,7 @@ def describe(config: ModelConfig) -> Model:
         kept=kept,
         layers=layers,
         expert_parallel_size=config.experts.expert_parallel_size,
-        blocks=sum(len(stage) for stage in model.block_stages()),
+        blocks=max(1, sum(len(stage) for stage in model.block_stages())),
     )
 
 

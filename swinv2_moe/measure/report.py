@@ -14,6 +14,7 @@ from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_entries import NUMBER, fits
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
+from swinv2_moe.models.section import count_moe_layers
 from swinv2_moe.output import printable
 from swinv2_moe.tables import in_words
 
@@ -93,7 +94,7 @@ def _status(run: RunRecord) -> str:
 def _experts(run: RunRecord) -> str:
     experts = model_config(run.config).experts
     # a compressed run has logged no layers
-    num_layers = len(run.layers) or sum(map(len, experts.blocks))
+    num_layers = len(run.layers) or count_moe_layers(experts.blocks)
     if experts.layer is None or not num_layers:
         return "dense"
     return f"{experts.layer.num_experts} experts in {num_layers} layers, top {experts.layer.top_k}"

@@ -63,7 +63,7 @@ from swinv2_moe.measure.rounds import (
 from swinv2_moe.measure.spread import Times, latencies, quartiles, ratios
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.models.build import configured_strategy
-from swinv2_moe.models.section import ModelConfig
+from swinv2_moe.models.section import ModelConfig, count_moe_layers
 from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.train.agreement import check_same_start
@@ -368,7 +368,8 @@ def _routing(model: MoEModel) -> tuple[float, float]:
 def headline(plan: Plan, ranks: int) -> str:
     """The measured model and the number of ranks."""
     config = plan[0][1]
-    layers, experts = sum(map(len, config.MODEL.MOE.BLOCKS)), config.MODEL.MOE.NUM_EXPERTS
+    experts = config.MODEL.MOE.NUM_EXPERTS
+    layers = count_moe_layers(config.MODEL.MOE.BLOCKS)
     processes = "1 process"
     if ranks > 1:
         processes = f"{ranks} processes"

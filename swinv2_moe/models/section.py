@@ -49,6 +49,14 @@ class Trunk:
         return {}
 
 
+LAST_BLOCKS = 2  # of a model of timm, which have experts where MODEL.MOE.BLOCKS names none
+
+
+def count_moe_layers(blocks: Sequence[Sequence[int]]) -> int:
+    """The number of MoE layers of MODEL.MOE.BLOCKS in a model with experts."""
+    return sum(map(len, blocks)) or LAST_BLOCKS
+
+
 def check_moe_blocks(config: CfgNode, depths: Sequence[int]) -> None:
     """Raise UserError where MODEL.MOE.BLOCKS names a block that no stage of `depths` has."""
     blocks = config.MODEL.MOE.BLOCKS

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.models.added_experts import add_experts
 from swinv2_moe.models.protocol import AdaptedModel, MoEModel, as_moe_model
-from swinv2_moe.models.section import TimmConfig, moe_defaults, register_model_type
+from swinv2_moe.models.section import (
+    LAST_BLOCKS,
+    TimmConfig,
+    moe_defaults,
+    register_model_type,
+)
 from swinv2_moe.models.timm_names import timm_description
 
 _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
@@ -78,7 +83,7 @@ def timm_model(
         for field in _OF_FFN:
             if fields.get(field) == defaults[field]:
                 del fields[field]
-        blocks: Any = moe_blocks if any(moe_blocks) else "last 2"
+        blocks: Any = moe_blocks if any(moe_blocks) else f"last {LAST_BLOCKS}"
         add_experts(
             model, blocks, num_experts, upcycle=False, freeze=freeze_moe, **options, **fields
         )
