@@ -359,7 +359,7 @@ class Progress:
         if is_best:
             self.best_top1, self.best_score = top1, score
             self.best_epoch = self.epoch
-        elif self.patience and self.epoch - self.best_epoch >= self.patience:
+        elif 0 < self.patience <= self.epoch - self.best_epoch and self.epoch < self.epochs:
             self.ended = f"no better validation in {self.epoch - self.best_epoch} epochs"
         self.last_top1 = top1
         return is_best

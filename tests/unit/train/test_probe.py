@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from run_cases import interrupt_at, weights_of
 from sklearn.linear_model import LogisticRegression
+from trainer_cases import QUICKSTART, SMALL
 
-from swinv2_moe.config import all_sections
+from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -22,7 +24,7 @@ from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
 from swinv2_moe.train import frozen
 from swinv2_moe.train.checkpoint import open_checkpoint, read_section, read_weights_of
-from swinv2_moe.train.distributed import World
+from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.train.run import train
 
@@ -156,6 +158,23 @@ def test_the_model_has_the_classifier_of_its_features(make_config, tmp_path):
     assert np.allclose(logits, expected, rtol=1e-4, atol=1e-3)
     few = probe(model, sections, sources, ALONE, most=30)
     assert few.images == 30
+
+
+def classifier_on_rank(rank: int, size: int) -> None:
+    sections = all_sections(load_config(QUICKSTART, SMALL.split()))
+    world = World(rank, size, torch.device("cpu"), dist.group.WORLD)
+    seed_everything(0)
+    model = build_model(sections.model, 10, expert_group(sections.model.experts, world))
+    found = probe(model, sections, load_sources(sections.data), world, most=101)
+    set_classifier(model, found.classifier)
+    others = world.gather([found.images, found.classifier.weight.tobytes(), str(found.classifier)])
+    assert others[0] == others[1]
+    assert (found.images, found.classifier.tested) == (101, 101)
+
+
+def test_every_rank_has_the_same_classifier(run_processes):
+    """Each extracts a part of the features, with its part of the experts."""
+    run_processes(classifier_on_rank, 2, 2, seconds=120)
 
 
 def test_features_that_are_not_finite_are_told(make_config, tmp_path):
