@@ -196,7 +196,9 @@ def _publish(directory: Path, temporary: Path, files: list[str]) -> None:
     except OSError as error:
         _log.warning(
             "%s: the save is complete, but its files stay in %s until the next one (%s)",
-            *(directory, _SAVE, error),
+            directory,
+            _SAVE,
+            error,
         )
     for leftover in directory.glob(f"{_SAVE}-*.tmp"):  # of killed processes
         shutil.rmtree(leftover, ignore_errors=True)

@@ -28,7 +28,7 @@ def main() -> None:
     from swinv2_moe.data.classes import NO_CLASS, check_counting, class_names, map_classes
 
     trained, names = class_names(args.pretrained), class_names(args.classes)
-    check_counting(trained, names, args.pretrained)
+    hint = check_counting(trained, names, args.pretrained)
     numbers = map_classes(trained, names)
     missing = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]
     if len(missing) == len(names):
@@ -44,7 +44,7 @@ def main() -> None:
         ) from error
     print_lines(
         f"{args.output}: {len(names) - len(missing)} of {len(names)} classes have a row in"
-        " the pretrained classifier"
+        f" the pretrained classifier{hint}"
     )
     if missing:
         shown = missing[:5]

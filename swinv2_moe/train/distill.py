@@ -28,7 +28,7 @@ from torch import Tensor
 from moe_core.files import open_regular, try_lock
 from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import Data, training_loader
-from swinv2_moe.data.classes import are_numbers
+from swinv2_moe.data.classes import are_numbers, other_order
 from swinv2_moe.data.sources import Source
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
@@ -274,9 +274,11 @@ class Distillation:
             columns = f", {len(self.columns):,} of them are the data's"
             first = self.columns.tolist()[0]
             theirs, ours = teacher.class_names[first], self.class_names[0]
-            is_counted = are_numbers(teacher.class_names) or are_numbers(self.class_names)
-            if is_counted and theirs != ours:
+            is_counted = are_numbers(teacher.class_names)
+            named = self.class_names if is_counted else teacher.class_names
+            if (is_counted or are_numbers(self.class_names)) and theirs != ours:
                 columns += f", matched by number: class {first} is {theirs!r} there, {ours!r} here"
+                columns += other_order(named)
         return (
             f"teacher {teacher.name}: {len(teacher.class_names):,} classes{columns}, images of"
             f" {teacher.img_size} pixels; {views}, cache {cache.folder}"

@@ -221,7 +221,8 @@ def _of_run(path: Path) -> TrainedWith:
 def _of_timm(content: Mapping, windows: list[int], line: str = "") -> TrainedWith:
     """What a config.json in timm's form says; its settings without a key are in the line."""
     described = description(content)
-    values, without_key = settings_of_timm(described), []
+    values = settings_of_timm(described)
+    without_key = []
     if described.get("interpolation") and "DATA.INTERPOLATION" not in values:
         without_key.append(f"interpolation {described['interpolation']!r}")
     if described.get("crop_pct") and "TEST.CROP_RATIO" not in values:
