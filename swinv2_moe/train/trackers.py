@@ -215,10 +215,10 @@ class Wandb:
     def __init__(self, directory: Path, run_id: str | None, lose: Callable[[str], None]) -> None:
         """Continue the run `run_id`; None begins one. `lose` reports what goes wrong later."""
         import wandb
+        from wandb.integration.tensorboard import unpatch
 
-        self._wandb = wandb
-        wandb.tensorboard.unpatch()  # an earlier run of this process may have failed to
-        settings = {"init_timeout": _WAIT_SECONDS, "finish_timeout": _WAIT_SECONDS}
+        self._unpatch = unpatch
+        unpatch()  # an earlier run of this process may have failed to
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=directory.resolve().name,
@@ -226,7 +226,12 @@ class Wandb:
             resume="allow",
             dir=str(directory),
             sync_tensorboard=True,
-            settings=wandb.Settings(console="off", silent=True, **settings),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=_WAIT_SECONDS,
+                finish_timeout=_WAIT_SECONDS,
+            ),
         )
         self.id = self._run.id
         self.place = self._run.dir
@@ -238,7 +243,7 @@ class Wandb:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=int(not finished))
-        self._wandb.tensorboard.unpatch()
+        self._unpatch()
 
 
 class MLflow:
