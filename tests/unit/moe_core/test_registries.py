@@ -119,7 +119,7 @@ def test_a_name_is_registered_once():
     ("field", "value", "known"),
     [
         ("router", "cosin", r"linear, cosine, expert_choice, soft; did you mean 'cosine'\?$"),
-        ("activation", "gelo", r"gelu, relu, silu; did you mean 'gelu'\?$"),
+        ("activation", "gelo", r"gelu, gelu_tanh, quick_gelu, relu, silu; did you mean 'gelu'\?$"),
         ("aux_loss", "zzz", r"gshard, load_importance, .*none$"),
     ],
 )
