@@ -46,7 +46,7 @@ default_cfgs = generate_default_cfgs(
     {
         "swinv2_moe.untrained": _cfg(192, 1000),
         "swin_moe.untrained": _cfg(192, 1000),
-        "timm_moe.untrained": {"url": ""},
+        "timm_moe.untrained": {"url": "", "fixed_input_size": True},  # most are
         "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000),
         "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
         "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
@@ -106,15 +106,20 @@ def timm_moe(pretrained: bool = False, **kwargs) -> MoEModel:
     given = kwargs.pop("pretrained_cfg", None)
     if given is not None and not isinstance(given, str):
         described |= given if isinstance(given, dict) else given.to_dict()
-    return build_model_with_cfg(
-        timm_model,
-        "timm_moe",
-        pretrained,
-        pretrained_cfg=described,
-        pretrained_filter_fn=lambda state, model: model.convert_dense(state, "the weights"),
-        feature_cfg={"feature_cls": "getter", "out_indices": kwargs.pop("out_indices", (-1,))},
-        **{"num_experts": 8} | kwargs,
-    )
+    try:
+        return build_model_with_cfg(
+            timm_model,
+            "timm_moe",
+            pretrained,
+            pretrained_cfg=described,
+            pretrained_filter_fn=lambda state, model: model.convert_dense(state, "the weights"),
+            feature_cfg={"feature_cls": "getter", "out_indices": kwargs.pop("out_indices", (-1,))},
+            **{"num_experts": 8} | kwargs,
+        )
+    except UserError as error:
+        if isinstance(error.__cause__, TypeError):
+            raise error.__cause__ from None  # as timm's names do for unknown arguments
+        raise
 
 
 @register_model

@@ -57,7 +57,7 @@ def test_a_registered_activation_is_a_choice_and_is_in_the_help(write, capsys):
     with pytest.raises(SystemExit):
         CommandParser().parse_args(["--help"])
     listed = capsys.readouterr().out
-    assert re.search(r"gelu, relu, silu,.* squared_relu_from_outside", listed)
+    assert re.search(r"gelu_tanh, quick_gelu, relu, silu,.* squared_relu_from_outside", listed)
 
 
 def test_a_checkpoint_that_names_what_is_not_imported(write):
