@@ -220,16 +220,17 @@ def _weights_of_timm(name: str, model: str, upcycle: str, as_timms: bool) -> Wei
 
     keys = timm_keys(model, as_timms)
     line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
+    if upcycle:
+        keys["MODEL.UPCYCLE"] = upcycle
     if upcycle and "MODEL.NAME" in keys:
         keys |= {"MODEL.MOE.NUM_EXPERTS": 8, "MODEL.MOE.TOP_K": 2}
         keys |= {"MODEL.MOE.NORMALIZE_GATES": True, "MODEL.MOE.CAPACITY_FACTOR": 0.0}
-        line = f"weights: {name}, each FFN copied to 8 experts in the last two blocks"
+        line = f"weights: {name}, each FFN copied to experts in the last two blocks"
     elif upcycle:
         depths = keys["MODEL.SWINV2.DEPTHS"]
         assert isinstance(depths, list)
         blocks = [list(range(1, depth, 2)) for depth in depths]
         keys["MODEL.MOE.BLOCKS"] = [[] for _ in blocks[:-2]] + blocks[-2:]
-        keys["MODEL.UPCYCLE"] = upcycle
         keys["MODEL.MOE.NUM_EXPERTS"] = 8
         keys["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 0.0
         line = f"weights: {name}, each FFN copied to experts in every other block"
@@ -258,7 +259,7 @@ def sizes_to_try(weights: Weights, given: Mapping[str, object]) -> list[dict[str
         window = _window_size(situation)
         if window and "MODEL.SWINV2.WINDOW_SIZE" not in given:
             keys["MODEL.SWINV2.WINDOW_SIZE"] = window[0]
-        values = situation.values | keys
+        values = dict(situation.values) | keys
         chosen = values.get("MODEL.SWINV2.WINDOW_SIZE", 0)
         assert isinstance(chosen, int)
         if _can_tile(size, values, min(chosen, _window(situation, size) or chosen)):

@@ -344,6 +344,9 @@ def test_weights_of_timm_upcycled_by_one_key(tmp_path):
     four = choose(photos, [*opts, "MODEL.MOE.NUM_EXPERTS", "4"]).config
     assert (four.MODEL.MOE.NUM_EXPERTS, four.MODEL.UPCYCLE) == (4, "weights")
     assert four.MODEL.MOE.BLOCKS == experts.MODEL.MOE.BLOCKS
+    vit = ["MODEL.PRETRAINED", "timm:vit_tiny_patch16_224", "MODEL.MOE.NUM_EXPERTS", "4"]
+    adapted = choose(photos, vit).config.MODEL
+    assert (adapted.TYPE, adapted.MOE.NUM_EXPERTS, adapted.UPCYCLE) == ("timm", 4, "weights")
     none = choose(photos, [*opts, "MODEL.MOE.NUM_EXPERTS", "0"]).config
     assert (none.MODEL.MOE.NUM_EXPERTS, none.MODEL.UPCYCLE) == (0, "")
 

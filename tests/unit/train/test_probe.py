@@ -110,6 +110,22 @@ def test_an_earlier_classifier_of_these_classes_is_used():
     assert np.allclose(useless.weight, without.weight, atol=1e-6)
 
 
+def test_many_classes_are_fitted_by_least_squares(monkeypatch):
+    """200 classes of 6 pictures: nearly as good as the logistic regression, in one solution."""
+    features, targets = clusters([6] * 200, spread=0.3, dims=20)
+    logistic = fit_classifier(features, targets, 200)
+    monkeypatch.setattr("swinv2_moe.start.probe._LARGE", 0)
+    monkeypatch.setattr("swinv2_moe.start.probe.LogisticRegression", None)
+    ridge = fit_classifier(features, targets, 200)
+    assert ridge.tested == logistic.tested == len(targets)
+    assert ridge.hits > 0.9 * len(targets)
+    right = (features @ ridge.weight.T + ridge.bias).argmax(1) == targets
+    assert right.mean() > 0.95
+    assert ridge.log_loss < math.log(200) / 2
+    two = fit_classifier(features[:12], targets[:12], 2)
+    assert two.hits == 12
+
+
 def test_noise_is_not_called_knowledge():
     """Labels that say nothing: the log loss stays near that of a guess, and so do the hits."""
     features, _ = clusters([60, 60], spread=1.0)
