@@ -82,6 +82,19 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_ranks_left():
+    """No test leaves a process group, or the variables of a launcher, to the tests after it."""
+    yield
+    left = sorted(_LAUNCHER & os.environ.keys())
+    for name in left:
+        del os.environ[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        left.append("a process group")
+    assert left == []
+
+
 def choose_library() -> None:
     """Choose the C++ library on the machine as it is. Otherwise a test that plays another CPU might
     be the first to choose, and its choice would stay for all tests after it."""

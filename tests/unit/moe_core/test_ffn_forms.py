@@ -285,7 +285,7 @@ def test_the_plain_form_compiles_without_reading_the_offsets():
 def test_torch_compile_selects_the_forms_that_run_without_it(dtype):
     """Each call has its own constant, by all fields of its request."""
     requests = [
-        (operation, Request(kernels, "cpu", dtype, dtype, None, activation, 6))
+        (operation, Request(kernels, "cpu", dtype, dtype, None, activation))
         for operation in FORMS
         for kernels in ("auto", "torch")
         for activation in ("gelu", "an_own_one")
