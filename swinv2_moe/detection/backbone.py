@@ -210,7 +210,11 @@ def _strategy(value: str | dict | None) -> ParallelStrategy | str:
 
 def _forms() -> dict[str, type[SwinTransformerV2MoE]]:
     """The model types that run at any image size: those with SwinV2's windows."""
-    return {name: cls for name, cls in MODEL_TYPES.items() if issubclass(cls, SwinTransformerV2MoE)}
+    return {
+        name: cls
+        for name, cls in MODEL_TYPES.items()
+        if isinstance(cls, type) and issubclass(cls, SwinTransformerV2MoE)
+    }
 
 
 def _check_names(trunk: dict) -> None:
