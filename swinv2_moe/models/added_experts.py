@@ -222,4 +222,4 @@ def _config(
     if MoEConfig(1, 1, 1, router=given.get("router", "linear")).routing == "token_choice":
         routing["capacity_factor"] = 0.0
     hidden_dim = round(hidden_ratio * form.hidden_dim)
-    return MoEConfig(form.model_dim, hidden_dim, num_experts, **of_ffn | routing | given)
+    return MoEConfig(form.model_dim, hidden_dim, num_experts, **(of_ffn | routing | dict(given)))

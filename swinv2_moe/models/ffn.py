@@ -16,11 +16,16 @@ from swinv2_moe.models.moe_mlp import MoEMlp
 # A block's name for its FFN. The `mlp_tokens` of an MLP-Mixer mixes positions, not channels.
 _ATTRIBUTE = re.compile(r"mlp\d?|mlp_channels|ffn")
 # Owners of an MLP that are no block of tokens: it computes position biases, or sees one token only.
-_NO_BLOCKS = ("RelPosMlp", "AttentionPoolLatent", "LayerScaleBlockClassAttn", "ClassAttentionBlock")
-_NO_BLOCKS += ("ClassBlock",)
+_NO_BLOCKS = (
+    "RelPosMlp",
+    "AttentionPoolLatent",
+    "LayerScaleBlockClassAttn",
+    "ClassAttentionBlock",
+    "ClassBlock",
+)
 _CONTAINER = re.compile(r"(?:(.*)\.)?\d+(?:\.\D[^.]*)*")
 _KINDS = (Mlp, GluMlp, SwiGLU, ConvMlp, InceptionConvMlp)
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[type, str] = {
     nn.GELU: "gelu",
     GELU: "gelu",
     GELUTanh: "gelu_tanh",
@@ -95,7 +100,8 @@ def form_of(block: Block) -> Form:
     Raises:
         ValueError: experts cannot compute the same. The message names the block and the class.
     """
-    ffn, where = block.ffn, f"{block.name}.{block.attribute}"
+    ffn: Any = block.ffn
+    where = f"{block.name}.{block.attribute}"
     kind = f"{type(ffn).__module__}.{type(ffn).__name__}"
     if isinstance(ffn, MoEMlp):
         raise ValueError(f"{where} has experts already")
@@ -171,9 +177,9 @@ def _is_linear(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear
 
 
-def _activation(ffn: nn.Module, where: str) -> str:
+def _activation(ffn: Any, where: str) -> str:
     act = ffn.act
-    name = _ACTIVATIONS.get(type(act))  # type: ignore[arg-type]
+    name = _ACTIVATIONS.get(type(act))
     if name == "gelu" and getattr(act, "approximate", "none") == "tanh":
         name = "gelu_tanh"
     if name is None:

@@ -112,7 +112,7 @@ class MoEModel(nn.Module):
 
     # Overridden by models that differ
 
-    def block_stages(self) -> Sequence[Sequence[nn.Module]]:
+    def block_stages(self) -> list[Any]:
         """The blocks of each stage, in the order of the forward pass. A ViT has one stage."""
         return [[block.module for block in stage] for stage in stages_of(find_blocks(self))]
 
@@ -282,13 +282,13 @@ class AdaptedModel(MoEModel):
 
 
 @functools.cache
-def _adapted(base: type, timms: type) -> type:
+def _adapted(base: Any, timms: Any) -> type:
     """The subclass of `base`, an AdaptedModel, and of a class of timm."""
     return type(timms.__name__, (base, timms), {"adapted_class": base, "timms_class": timms})
 
 
 def _new_adapted(base: type, timms: type) -> nn.Module:
-    adapted = _adapted(base, timms)
+    adapted: Any = _adapted(base, timms)
     return adapted.__new__(adapted)
 
 
@@ -301,7 +301,8 @@ def as_moe_model(model: nn.Module, base: type[AdaptedModel] = AdaptedModel) -> M
         base: its other class.
     """
     if not isinstance(model, MoEModel):
-        model.__class__ = _adapted(base, type(model))
+        pair: Any = (base, type(model))  # classes are hashable, whatever their instances are
+        model.__class__ = _adapted(*pair)
         model.register_load_state_dict_post_hook(_recompute_buffers)
     return cast(MoEModel, model)
 

@@ -24,7 +24,12 @@ _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 # Of MODEL.MOE: at their defaults, the experts compute what the FFN computes.
 _OF_FFN = ("activation", "gated", "output_bias", "hidden_dropout")
 _OPTIONAL = ("drop_path_rate",)
-_OPTIONS = ("hidden_ratio", "aux_loss_weight", "eval_capacity_factor", "eval_batch_prioritized")
+_OPTIONS: tuple[str, ...] = (
+    "hidden_ratio",
+    "aux_loss_weight",
+    "eval_capacity_factor",
+    "eval_batch_prioritized",
+)
 _OPTIONS += ("expert_group", "expert_strategy")
 _MAX_REASON = 300
 
@@ -109,7 +114,7 @@ class TimmModel(AdaptedModel):
         rows = [len(tensors[key]) for key in names[:1] if key in tensors]
         # in another layout the classifier is not found, or there is none
         counts = rows or list(dict.fromkeys([described.get("num_classes") or 0, 0]))
-        overlay = {"state_dict": None, "custom_load": False, "label_offset": 0}
+        overlay: dict[str, Any] = {"state_dict": None, "custom_load": False, "label_offset": 0}
         for num_classes in counts:
             overlay |= {"state_dict": dict(tensors), "num_classes": num_classes}
             try:
