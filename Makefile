@@ -77,7 +77,7 @@ test-random: $(VENV)/.installed-detection
 	$(PYTEST) --randomly-seed=$(SEED) --hypothesis-profile=random --hypothesis-seed=$(SEED)
 
 # PART=3/8: the third of eight parts. tests/slow.csv keeps how each file ended.
-test-slow: $(VENV)/.installed-outside
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-outside
 	$(PY) tests/slow.py $(addprefix --part ,$(PART))
 
 # mmcv may not compile for a torch that is newer than itself. Types are checked with the pinned torch alone: each torch has its own.
