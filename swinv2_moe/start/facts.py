@@ -31,7 +31,7 @@ class Pictures(NamedTuple):
     def __str__(self) -> str:
         where = "in a folder of their own"
         if self.val_split:
-            where = f"held out, {self.val_split:.0%} of each class by file name"
+            where = f"held out, {self.val_split:.0%} of each class"
         return (
             f"{self.path}: {len(self.class_names)} classes, {self.num_train:,} pictures to train on"
             f" and {self.num_val:,} to validate ({where}), most of about {self.width} x"
