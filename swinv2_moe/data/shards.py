@@ -381,8 +381,14 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     """
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("not a .npy of version 1.0")
+    start = file.tell()
     try:
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        try:
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        # before Python 3.11.8 where another thread reads Python code, too (gh-106905)
+        except SystemError:
+            file.seek(start)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     # numpy evaluates the header as Python code, which may raise RecursionError, TypeError and
     # others besides ValueError.
     except Exception as error:

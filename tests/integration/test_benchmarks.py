@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,17 @@ ARGUMENTS = {
     "model --timm": f"{NETWORK} {SMALLER}",
     "model --graph": f"{NETWORK} {SMALLER}",
 }
+
+
+@pytest.fixture(autouse=True)
+def as_before_deepspeed(nothing_of_ranks_left):
+    """DeepSpeed, a peer where it is installed, starts a process group and sets its variables."""
+    before = os.environ.copy()
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def run(script: str, output: Path, *more: str) -> subprocess.CompletedProcess:

@@ -159,6 +159,23 @@ def test_a_shard_that_goes_on_beyond_its_size_is_not_copied_to_its_end(
 # members.npy
 
 
+def test_a_header_is_read_again_where_threads_disturb_python(made, monkeypatch):
+    """Python before 3.11.8 raises SystemError if two threads compile at the same time."""
+    read, calls = np.lib.format.read_array_header_1_0, []
+
+    def disturbed(file):
+        calls.append(file.tell())
+        found = read(file)
+        if len(calls) == 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=48, after=45)")
+        return found
+
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", disturbed)
+    load_shards(str(made))
+    assert len(calls) > 1
+    assert len(set(calls)) == 1
+
+
 def edit_rows(made: Path, edit: Callable[[np.ndarray], object]) -> None:
     rows = np.load(made / "train/members.npy")
     edit(rows)
