@@ -292,6 +292,8 @@ class _Files:
         if len(self._values) + len(self._open) > _MAX_FILES:
             raise UserError(f"config {file}: BASE names more than {_MAX_FILES} files in all")
         content = _read(file)
+        if file.name == "config.yaml" and (file.parent / "checkpoints").is_dir():
+            content = _without_left(content)  # a run has recorded it
         bases = content.pop("BASE", [])
         _check_bases(file, bases)
         values: dict[str, object] = {}
@@ -350,7 +352,7 @@ def _checked(
             key = short(key)
         name = prefix + key
         given = short(value, 200)
-        reason = _LEFT.get(name) or _LEFT.get(f"{name} {given}")
+        reason = _why_left(name, value)
         if reason and not source:
             continue
         if reason:
@@ -372,6 +374,23 @@ def _checked(
                 f"{source}{name} is a group of keys ({keys}), not a value ({short(value, 200)})"
             )
     return values
+
+
+def _why_left(name: str, value: object) -> str | None:
+    return _LEFT.get(name) or _LEFT.get(f"{name} {short(value, 200)}")
+
+
+def _without_left(content: dict, prefix: str = "") -> dict:
+    """`content` without the keys and values of `_LEFT`."""
+    kept = {}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if _why_left(name, value):
+            continue
+        if isinstance(value, dict):
+            value = _without_left(value, f"{name}.")
+        kept[key] = value
+    return kept
 
 
 def _lay_over(config: CfgNode, values: dict[str, object]) -> None:

@@ -34,7 +34,12 @@ _REPEATABLE = {
     "TRAIN.MIN_LR": 0,
 }
 # A model for which neither weights nor images are loaded.
-NOTHING_LOADED = {"DATA.DATASET": "digits", "MODEL.CLASS_MAP": "", "MODEL.UPCYCLE": ""}
+NOTHING_LOADED = {
+    "DATA.DATASET": "digits",
+    "DATA.VAL_SPLIT": 0.0,
+    "MODEL.CLASS_MAP": "",
+    "MODEL.UPCYCLE": "",
+}
 _SPEED_ALONE = _REPEATABLE | NOTHING_LOADED | {"DATA.GLOBAL_BATCH_SIZE": 0}
 _DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.FREEZE": False}
 _CAPACITY_FACTOR = {

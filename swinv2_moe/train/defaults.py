@@ -115,6 +115,8 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
     if not weights.name:
         file = FROM_SCRATCH
     taken = weights.keys | chosen | {"DATA.DATASET": "folder", "MODEL.PRETRAINED": weights.name}
+    if file and given.get("MODEL.TYPE") == "timm":
+        taken["MODEL.MOE.BLOCKS"] = []  # the file's are those of a model of three stages
     config = load_config(file, as_opts(taken) + list(opts), data, output or output_for(data))
     largest = 0
     if not {"DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"} & set(given):

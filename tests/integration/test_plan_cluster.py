@@ -222,3 +222,9 @@ def test_a_run_is_refused_in_one_line(monkeypatch, capsys):
     for words in ("mine", "--run mine"):
         says = "the time of a run has left; --cfg mine/config.yaml predicts a step"
         assert_one_line(run(words, CLUSTER), says)
+
+
+def test_the_configuration_of_a_run_with_held_out_images_can_be_planned(monkeypatch, capsys):
+    run = command("plan_cluster", monkeypatch, capsys)
+    held_out = "--cfg imagenette_96 --opts DATA.VAL_SPLIT 0.2"
+    assert "images/s" in str(run(f"{held_out} DATA.DATASET folder", CLUSTER))

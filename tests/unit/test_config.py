@@ -365,6 +365,9 @@ def test_what_left_is_refused_but_in_recorded_configurations(tmp_path):
         assert config_from_text(text, "checkpoint RUN") == default_config()
         says = f"this {'value' if value else 'key'} has left, {reason}"
         assert says in fails(file=write(tmp_path / "c.yaml", text))
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+        recorded = write(tmp_path / "run" / "config.yaml", text + "\nSEED: 3\n")
+        assert load_config(recorded).SEED == 3  # `train RUN` and `--cfg RUN/config.yaml`
         given = value or "17"
         assert fails(key, given).endswith(f"{key} is {given!r}: {says}")
 
