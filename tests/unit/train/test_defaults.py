@@ -100,6 +100,12 @@ def test_a_size_is_given_without_weights(tmp_path):
     assert "  DATA.IMG_SIZE 192: given" in found.lines
 
 
+def test_a_model_of_timm_without_weights_has_no_blocks_of_another(tmp_path):
+    opts = ["MODEL.PRETRAINED", "", "MODEL.TYPE", "timm", "MODEL.NAME", "vit_tiny_patch16_224"]
+    found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 10})), opts)
+    assert found.config.MODEL.MOE.BLOCKS == []
+
+
 def test_without_weights_the_line_says_what_to_put_where(tmp_path):
     found = choose(str(write(tmp_path / "photos", {"cat": 10, "dog": 10})))
     line = found.lines[1]
