@@ -8,6 +8,7 @@ once for each version of torch and Python, and pip installs the wheel. mmcv's se
 but the headers of torch 2.15 need C++20: wrappers of the compilers replace the option.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -190,7 +191,9 @@ def install(log: Path) -> None:
 
 
 def main() -> None:
-    log = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("log", type=Path, metavar="LOG", help="a file for what pip prints")
+    log = parser.parse_args().log
     try:
         install(log)
     except (InstallError, OSError) as error:

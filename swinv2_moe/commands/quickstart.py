@@ -94,5 +94,5 @@ def show(summaries: dict[str, dict], experts: str, output: Path) -> None:
         f"TensorBoard   {shlex.join([program('tensorboard'), '--logdir', str(output)])}",
         f"Next          {next_line('evaluate', output / 'moe')}",
         f"              {shlex.join(on_two_ranks)}",
-        f"              {next_line('train', '--data', 'YOUR_PICTURES')}",
+        f"              {next_line('train', 'YOUR_PICTURES')}",
     )

@@ -135,3 +135,13 @@ def test_a_wheel_that_does_not_work_is_named(pip, tmp_path, monkeypatch):
     with pytest.raises(InstallError, match=r"libGL\.so\.1.*apt install libgl1 libglib2\.0-0"):
         install.install(tmp_path / "log")
     assert "libGL.so.1" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), ([], 2)])
+def test_nothing_is_installed_for_help_or_without_a_log(words, status, monkeypatch, capsys):
+    monkeypatch.setattr(install, "install", lambda log: pytest.fail(str(log)))
+    monkeypatch.setattr(install.sys, "argv", ["install_detection.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        install.main()
+    assert ended.value.code == status
+    assert "usage: install_detection.py" in "".join(capsys.readouterr())
