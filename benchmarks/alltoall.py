@@ -27,7 +27,7 @@ from results_file import Table, publish
 from moe_core.parallel import all_to_all, make_expert_groups
 from swinv2_moe.measure.rounds import interleaved
 from swinv2_moe.measure.spread import median_and_spread, ratios
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 SIZES = {"64 KiB": 2**14, "1 MiB": 2**18, "4 MiB": 2**20}  # floats that a rank sends
 

@@ -32,7 +32,7 @@ from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
 from swinv2_moe.measure.spread import median_and_spread
 from swinv2_moe.measure.throughput import prepare, prepared_for_inference
-from swinv2_moe.train.distributed import open_world
+from swinv2_moe.ranks.world import open_world
 
 SHAPES = ["18432x512x8", "18432x512x32"]
 SHOWN = 25  # the largest; the numbers in the JSON file have all

@@ -37,7 +37,7 @@ from swinv2_moe.measure.throughput import (
     prepared_for_inference,
 )
 from swinv2_moe.models.attention import FusedWindowAttention
-from swinv2_moe.train.distributed import open_world
+from swinv2_moe.ranks.world import open_world
 
 CONFIG = Path(__file__).parent.parent / "configs/in22k"
 CONFIGS = {  # the V2 form of the published recipes

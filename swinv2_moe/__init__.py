@@ -65,7 +65,7 @@ def fit(
     from swinv2_moe.errors import UserError
     from swinv2_moe.input_paths import check_training
     from swinv2_moe.output import print_lines
-    from swinv2_moe.train.defaults import choose
+    from swinv2_moe.start.defaults import choose
 
     if output is not None:
         output = os.fspath(output)

@@ -125,7 +125,8 @@ SHARED = [
 ]
 MODELS_AND_DATA = SHARED + ["swinv2_moe.models", "swinv2_moe.data", "swinv2_moe.config"]
 PICTURES = ["swinv2_moe.plots", "swinv2_moe.routing_pictures"]
-TRAINING = MODELS_AND_DATA + PICTURES + ["swinv2_moe.start", "swinv2_moe.train"]
+RUNS = MODELS_AND_DATA + ["swinv2_moe.ranks", "swinv2_moe.checkpoints", "swinv2_moe.train.section"]
+TRAINING = RUNS + PICTURES + ["swinv2_moe.start", "swinv2_moe.train"]
 
 ALLOWED = {
     "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
@@ -186,8 +187,11 @@ ALLOWED = {
         "swinv2_moe.plots",
         "swinv2_moe.models",
     ],
-    "swinv2_moe.start": MODELS_AND_DATA,
-    "swinv2_moe.train": MODELS_AND_DATA
+    "swinv2_moe.ranks": MODELS_AND_DATA
+    + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.train.section"],
+    "swinv2_moe.checkpoints": RUNS,
+    "swinv2_moe.start": RUNS,
+    "swinv2_moe.train": RUNS
     + PICTURES
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.start"],
     "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports"],

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
+from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import AllSections, all_sections, load_config
 from swinv2_moe.data.build import build_data
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.models import MoEModel, build_model
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.ranks.world import World, expert_group, seed_everything
 from swinv2_moe.train.distill import Distillation
-from swinv2_moe.train.distributed import World, expert_group, seed_everything
 from swinv2_moe.train.loop import Trainer, mean_over_ranks
-from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.step import TrainingStep
 from swinv2_moe.train.teacher import open_teacher
 

@@ -69,9 +69,9 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.config import as_opts
     from swinv2_moe.convert.compress import compress, distillation_keys
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     output = Path(args.output)
     if args.epochs and distilled_run(output).exists():

@@ -228,9 +228,9 @@ def run(args: argparse.Namespace) -> None:
         check_files_exist("CHECKPOINT", [args.source])
     if args.command == "import" and args.cfg:
         config = load_config(args.cfg, args.opts)
+    from swinv2_moe.checkpoints.checkpoint import DamagedError, select_checkpoint
     from swinv2_moe.convert.convert import export_weights, import_weights
     from swinv2_moe.convert.summary import summarize
-    from swinv2_moe.train.checkpoint import DamagedError, select_checkpoint
 
     if args.command == "export":
         source, selected = select_checkpoint(args.source, args.checkpoint)

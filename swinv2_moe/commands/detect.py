@@ -144,7 +144,7 @@ def test(args: argparse.Namespace, config) -> None:
 
 def chosen_checkpoint(args: argparse.Namespace) -> str:
     """Select the checkpoint that --checkpoint names, and print a line about it."""
-    from swinv2_moe.train.checkpoint import select_checkpoint
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
 
     checkpoint, line = select_checkpoint(args.source, args.checkpoint)
     say_once(line)

@@ -137,8 +137,8 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
     resume, selected = select_checkpoint(args.resume, args.checkpoint)

@@ -105,9 +105,9 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.export import Choices, default_format, export_model
     from swinv2_moe.measure.rounds import interleaved
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     formats = tuple(args.format or [default_format(args.dtype)])
     choices = Choices(formats, args.dtype, args.batch_size, args.capacity_factor, args.images)

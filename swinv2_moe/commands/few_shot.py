@@ -71,8 +71,8 @@ def main() -> None:
     check_opts(args.opts)
     check_run(args.resume)
     check_data(args.data)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     protocol = Protocol(tuple(args.shots), args.draws, args.classifier, args.knn)
     resume, selected = select_checkpoint(args.resume, args.checkpoint)

@@ -114,9 +114,9 @@ def write_report(
     # An error in --opts ends the command. An error in the checkpoint only omits the predictions.
     for run in runs:
         config_from_text(run.config.dump(), str(run.directory), args.opts)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.measure.report import render
     from swinv2_moe.measure.report_validation import validate
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     used = []
     for run in runs:

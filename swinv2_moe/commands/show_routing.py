@@ -83,8 +83,8 @@ def main() -> None:
     check_run(args.resume)
     check_data(args.data)
     check_files_exist("--images", args.images or ())
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
     from swinv2_moe.measure.routing import draw_routing
-    from swinv2_moe.train.checkpoint import select_checkpoint
 
     output = Path(args.output)
     resume, selected = select_checkpoint(args.resume, args.checkpoint)

@@ -37,7 +37,7 @@ def open_exchange() -> Iterator["Exchange | None"]:
         )
     from moe_core.parallel import Ranks
     from swinv2_moe.data.prepare.shard_exchange import Exchange
-    from swinv2_moe.train.distributed import open_world
+    from swinv2_moe.ranks.world import open_world
 
     with open_world("cpu", _TIMEOUT) as world:
         yield Exchange(Ranks(world.group, f"node {world.rank} of {world.size}"))

@@ -30,7 +30,7 @@ from swinv2_moe.input_paths import check_training
 from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
-    from swinv2_moe.train.defaults import Choice
+    from swinv2_moe.start.defaults import Choice
 
 
 def config_from(args: argparse.Namespace) -> CfgNode:
@@ -44,7 +44,7 @@ def config_from(args: argparse.Namespace) -> CfgNode:
 
 def choice_for(args: argparse.Namespace) -> "Choice | None":
     """What is chosen for the folder --data; None if --output has a run, which then continues."""
-    from swinv2_moe.train.defaults import choose, output_for
+    from swinv2_moe.start.defaults import choose, output_for
 
     if args.output == "":
         raise UserError("--output is empty, it must be a directory")

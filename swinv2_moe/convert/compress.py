@@ -12,6 +12,8 @@ from yacs.config import CfgNode
 
 from moe_core import MoEConfig, moe_layers
 from moe_core.files import publish_directory
+from swinv2_moe.checkpoints.checkpoint import write_weights
+from swinv2_moe.checkpoints.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.config import as_opts, config_from_text, model_config
 from swinv2_moe.convert.fewer_experts import ROUTERS, Compressed, fewer_experts
 from swinv2_moe.convert.files import check_new
@@ -21,10 +23,8 @@ from swinv2_moe.data.sources import Subset, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel, build_model, load_strict
+from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.checkpoint import write_weights
-from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.routing import evenly_spaced, sample_tokens
 

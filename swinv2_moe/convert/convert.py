@@ -13,6 +13,16 @@ from torch import Tensor, nn
 from yacs.config import CfgNode
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.checkpoint import (
+    SINGLE_FORMAT,
+    check_network,
+    count_classes,
+    open_file,
+    open_newest,
+    read_weights_of,
+    trained_windows,
+    write_weights,
+)
 from swinv2_moe.config import (
     as_opts,
     config_from_text,
@@ -38,17 +48,7 @@ from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig, trunk_group
 from swinv2_moe.models.weight_files import as_int8, read_weights
 from swinv2_moe.models.weights import check_finite, compare
-from swinv2_moe.train import initial
-from swinv2_moe.train.checkpoint import (
-    SINGLE_FORMAT,
-    check_network,
-    count_classes,
-    open_file,
-    open_newest,
-    read_weights_of,
-    trained_windows,
-    write_weights,
-)
+from swinv2_moe.start import initial
 
 # Keys whose values may be paths of the machine of the training.
 _PATH_KEYS = (

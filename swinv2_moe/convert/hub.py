@@ -14,6 +14,13 @@ from timm.models import save_for_hf
 from torch import nn
 
 from moe_core.files import fsync, publish_directory
+from swinv2_moe.checkpoints.checkpoint import (
+    Checkpoint,
+    check_network,
+    count_classes,
+    open_newest,
+    read_weights_of,
+)
 from swinv2_moe.config import as_opts, config_from_text, data_config, model_config
 from swinv2_moe.convert.files import check_new
 from swinv2_moe.convert.summary import describe_model
@@ -22,13 +29,6 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import load_strict, measure_model, model_arguments
 from swinv2_moe.models.section import MODELS, ModelConfig
-from swinv2_moe.train.checkpoint import (
-    Checkpoint,
-    check_network,
-    count_classes,
-    open_newest,
-    read_weights_of,
-)
 
 # Keys about the machine of the training, with the values that are exported instead.
 _NOT_THE_MODELS = {"MODEL.MOE.KERNELS": "auto"}

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from swinv2_moe.checkpoints.checkpoint import checkpoints_below, damage_of, read_meta
 from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.section import ModelConfig
-from swinv2_moe.train.checkpoint import checkpoints_below, damage_of, read_meta
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from swinv2_moe.models import SwinTransformerV2MoE, take_aux_loss
 from swinv2_moe.models.build import MODELS as MODEL_TYPES
 from swinv2_moe.models.padding import Size, mask_blocks, stage_maps
 from swinv2_moe.models.weights import rank_experts
-from swinv2_moe.train.initial import TrainedWith
+from swinv2_moe.start.initial import TrainedWith
 
 # Arguments of the trunk that the backbone sets, and the collector of others.
 _SET_HERE = {
@@ -270,6 +270,6 @@ def _expert_group(num_experts: int) -> ExpertGroup | None:
     """The group of as many processes as the experts divide over; None for a single process."""
     if dist.is_initialized():
         group = make_expert_groups(largest_group(num_experts, dist.get_world_size()))
-        group.for_torch_tools = False  # as in `swinv2_moe.train.distributed.expert_group`
+        group.for_torch_tools = False  # as in `swinv2_moe.ranks.world.expert_group`
         return group
     return None

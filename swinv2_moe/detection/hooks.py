@@ -7,12 +7,12 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from moe_core import moe_layers, strategy_decisions
+from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.detection.weights import sharded_experts
 from swinv2_moe.files import read_json, replace_link, write_json
 from swinv2_moe.forms import NUMBER, RELATIVE_PATH, record
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import optimizer_sections
-from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import Tuning
 from swinv2_moe.train.section import CheckpointConfig
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from moe_core import cpu_computes_in, finish_gradients
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.optim import LossScaler, off_because_slow
+from swinv2_moe.ranks.precision import off_because_slow
+from swinv2_moe.train.optim import LossScaler
 
 _DTYPES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

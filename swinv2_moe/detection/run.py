@@ -17,17 +17,17 @@ from mmengine.registry import init_default_scope
 from mmengine.runner import save_checkpoint
 
 from moe_core import expert_parameters
+from swinv2_moe.checkpoints import checkpoint
+from swinv2_moe.checkpoints.meta import DamagedError, read_meta
 from swinv2_moe.config.load import find_config
 from swinv2_moe.detection.annotations import listed
 from swinv2_moe.detection.datasets import class_names, coco_datasets
 from swinv2_moe.detection.weights import load_pth, read_pth, use_windows
 from swinv2_moe.errors import UserError
 from swinv2_moe.imports import imported_files
-from swinv2_moe.train import checkpoint
-from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.distributed import World, open_world
-from swinv2_moe.train.meta import DamagedError, read_meta
-from swinv2_moe.train.run_lock import only_run
+from swinv2_moe.ranks.agreement import check_same_start
+from swinv2_moe.ranks.run_lock import only_run
+from swinv2_moe.ranks.world import World, open_world
 
 MoERunner = registry.runner.MoERunner
 # keys that may differ between machines

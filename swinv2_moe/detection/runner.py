@@ -22,6 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_core import ignore_experts, prepared
+from swinv2_moe.checkpoints import checkpoint
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.meta import check_detector
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection.datasets import GroundTruth, use_ground_truth
 from swinv2_moe.detection.hooks import TuningHook
@@ -35,10 +38,7 @@ from swinv2_moe.detection.weights import (
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import frozen_moe
 from swinv2_moe.output import printable
-from swinv2_moe.train import checkpoint
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import check_detector
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import restore_optimizer
 
 _PACKAGE = Path(__file__).parents[1]

@@ -10,13 +10,13 @@ from mmengine.runner.checkpoint import get_torch_safe_globals
 from torch import Tensor, nn
 
 from moe_core import count_experts, expert_parameters, moe_layers
+from swinv2_moe.checkpoints import checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
 from swinv2_moe.models.positions import set_windows
 from swinv2_moe.models.weight_files import read_torch_file, read_weights, unwrapped
 from swinv2_moe.models.weights import rank_experts
-from swinv2_moe.train import checkpoint
-from swinv2_moe.train.initial import TrainedWith, settings_of_weights
+from swinv2_moe.start.initial import TrainedWith, settings_of_weights
 
 _KEY = "backbone.pretrained"
 _DETECTOR_PREFIX = "backbone.trunk."  # of a trunk's names in a detector

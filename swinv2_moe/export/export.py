@@ -15,6 +15,12 @@ from pathlib import Path
 import torch
 
 from moe_core.files import fsync, fsync_and_hash, publish_directory
+from swinv2_moe.checkpoints.deployed import (
+    Deployed,
+    check_alone,
+    check_capacity_factor,
+    open_deployed,
+)
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
@@ -29,7 +35,6 @@ from swinv2_moe.export.comparison import (
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.section import ExpertsConfig
-from swinv2_moe.train.deployed import Deployed, check_alone, check_capacity_factor, open_deployed
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
 # with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding

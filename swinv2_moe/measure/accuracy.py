@@ -28,6 +28,8 @@ import torch
 from torch import nn
 
 from moe_core import MoEConfig, moe_layers, prepared
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.deployed import Deployed, check_capacity_factor, open_deployed
 from swinv2_moe.config import as_opts
 from swinv2_moe.data.build import Loader, evaluation_loader
 from swinv2_moe.data.datasets import UnreadableImages
@@ -38,11 +40,9 @@ from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import quartiles, ratios
 from swinv2_moe.models import MoEMlp
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
+from swinv2_moe.ranks.agreement import check_same_data
+from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.agreement import check_same_data
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.deployed import Deployed, check_capacity_factor, open_deployed
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.evaluation import Predictions, predict
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second

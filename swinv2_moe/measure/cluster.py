@@ -37,7 +37,7 @@ from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null
 from swinv2_moe.models.build import build_model, count
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.plots import new_figure, save_png, tidy
-from swinv2_moe.train.distributed import open_world
+from swinv2_moe.ranks.world import open_world
 from swinv2_moe.train.section import TrainConfig
 
 LARGEST = 4096  # GPUs

@@ -31,15 +31,15 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from swinv2_moe.checkpoints.deployed import Deployed, open_deployed
 from swinv2_moe.data.build import evaluation_loader, in_recorded_order
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel
+from swinv2_moe.ranks.agreement import check_same_data
+from swinv2_moe.start.frozen import Features, extract_features
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.agreement import check_same_data
-from swinv2_moe.train.deployed import Deployed, open_deployed
-from swinv2_moe.train.frozen import Features, extract_features
 
 CLASSIFIERS: dict[str, Callable[[], ClassifierMixin]] = {
     "ridge": partial(RidgeClassifier, alpha=2**10),

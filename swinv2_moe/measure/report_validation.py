@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.deployed import Deployed, open_deployed
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import ImageDataset, Sample, UnreadableImages
 from swinv2_moe.data.sources import Source, Subset, load_sources
@@ -23,7 +24,6 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import measure
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.deployed import Deployed, open_deployed
 from swinv2_moe.train.evaluation import Predictions, predict
 from swinv2_moe.train.routing import evenly_spaced, record_choices
 

@@ -11,8 +11,8 @@ import torch
 
 from moe_core import release_buffers
 from swinv2_moe.measure.spread import Times
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train import graph
-from swinv2_moe.train.distributed import World
 
 # Side of the square matrices whose product measures the peak rate.
 _PRODUCT_SIDE = {"cpu": 2048, "cuda": 8192}

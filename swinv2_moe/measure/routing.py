@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
+from swinv2_moe.checkpoints.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.images import image_paths
@@ -36,7 +37,6 @@ from swinv2_moe.models import block_name
 from swinv2_moe.plots import save_png
 from swinv2_moe.routing_pictures import columns, denormalise, pictures_figure
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.train.routing import evenly_spaced, record_choices
 
 if TYPE_CHECKING:  # importing matplotlib takes half a second

@@ -66,11 +66,11 @@ from swinv2_moe.models.build import configured_strategy
 from swinv2_moe.models.section import ModelConfig, count_moe_layers
 from swinv2_moe.output import csv_text
 from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
-from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
+from swinv2_moe.ranks.agreement import check_same_start
+from swinv2_moe.ranks.parallelize import local_part
+from swinv2_moe.ranks.precision import build_autocast
+from swinv2_moe.ranks.world import World, expert_group, open_world, seed_everything
 from swinv2_moe.train.graph import STEPS_BEFORE, check_device
-from swinv2_moe.train.optim import build_autocast
-from swinv2_moe.train.parallelize import local_part
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
 

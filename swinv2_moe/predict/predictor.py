@@ -16,6 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from moe_core import moe_layers, prepared
+from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+from swinv2_moe.checkpoints.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.data.images import (
     NOT_DECODED,
     decode,
@@ -29,8 +31,6 @@ from swinv2_moe.data.images import (
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.predict.prediction import BATCH_SIZE, TOP_K, ClassProbability, Prediction
-from swinv2_moe.train.checkpoint import select_checkpoint
-from swinv2_moe.train.deployed import Deployed, check_alone, open_deployed
 from swinv2_moe.train.graph import PassGraph
 
 Readable = str | os.PathLike | bytes | Image.Image

@@ -24,6 +24,7 @@ import numpy as np
 import torch.distributed as dist
 
 from moe_core.parallel import Ranks
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.data import Sources
 from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_recorded_order
 from swinv2_moe.data.copies import contradictions, digest, first_equal
@@ -36,10 +37,9 @@ from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
 from swinv2_moe.data.sources import Source, load_sources
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import new_file, read_json
+from swinv2_moe.ranks.agreement import check_same_data
+from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.agreement import check_same_data
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.distributed import World
 
 # A slow source is no error. If another node has ended, the collectives of training report it.
 _TIMEOUT = timedelta(days=1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 
 def first_non_finite_layer(model: nn.Module, images: Tensor) -> str | None:

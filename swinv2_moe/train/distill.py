@@ -32,9 +32,9 @@ from swinv2_moe.data.classes import are_numbers, other_order
 from swinv2_moe.data.sources import Source
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
+from swinv2_moe.ranks.precision import build_autocast
+from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import in_words
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.optim import build_autocast
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.teacher import Teacher
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_core import equal_tokens, prepared
 from swinv2_moe.data.datasets import IGNORE, Batch
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.graph import PassGraph
 
 

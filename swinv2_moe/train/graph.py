@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_core import moe_layers, reset_balance_loads
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 _log = logging.getLogger(__name__)
 

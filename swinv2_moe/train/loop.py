@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_core import RoutingStats, moe_layers, prepared, strategy_decisions
+from swinv2_moe.checkpoints import checkpoint
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.meta import check_classifier, describe
+from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import AllSections, Change, changed_keys, config_from_text, train_config
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
@@ -14,19 +18,17 @@ from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.sources.base import content_id
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, frozen_moe
+from swinv2_moe.ranks.agreement import DATA_PATHS
+from swinv2_moe.ranks.environment import peak_memory
+from swinv2_moe.ranks.parallelize import load_sharded, settle_buckets
+from swinv2_moe.ranks.world import Stopped, StopSignal, World
+from swinv2_moe.start.initial import read_upcycled
 from swinv2_moe.start.known import accuracy_in_words
 from swinv2_moe.tables import in_words, seconds_left
-from swinv2_moe.train import checkpoint, optim
-from swinv2_moe.train.agreement import DATA_PATHS
-from swinv2_moe.train.checkpoint import Checkpoint
+from swinv2_moe.train import optim
 from swinv2_moe.train.distill import Distillation
-from swinv2_moe.train.distributed import Stopped, StopSignal, World
 from swinv2_moe.train.energy import GpuEnergy, total
-from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.evaluation import Accuracy, evaluate
-from swinv2_moe.train.initial import read_upcycled
-from swinv2_moe.train.meta import check_classifier, describe
-from swinv2_moe.train.parallelize import load_sharded, settle_buckets
 from swinv2_moe.train.progress import (
     Batches,
     PhaseTimes,
@@ -36,7 +38,6 @@ from swinv2_moe.train.progress import (
     steps_per_epoch,
 )
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
 

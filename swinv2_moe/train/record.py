@@ -17,15 +17,15 @@ from yacs.config import CfgNode
 
 from moe_core import RoutingStats, moe_layers
 from moe_core.files import atomic_write
+from swinv2_moe.checkpoints.saver import Cost
 from swinv2_moe.config import flatten
 from swinv2_moe.data.build import Loader
 from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.files import MAX_LINE, parse_yaml
+from swinv2_moe.ranks.world import World
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.routing import sample_choices
-from swinv2_moe.train.saver import Cost
 from swinv2_moe.train.trackers import CallingHandler, EventLog, Tracker, tagged
 
 _PICTURES = 4  # validation images whose routing the tracker shows

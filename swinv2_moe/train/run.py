@@ -9,6 +9,8 @@ from pathlib import Path
 from yacs.config import CfgNode
 
 from moe_core.parallel import largest_group
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import (
     AllSections,
     all_sections,
@@ -22,20 +24,19 @@ from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
 from swinv2_moe.models import MoEModel, build_model, measure_model
 from swinv2_moe.output import print_lines
-from swinv2_moe.train.agreement import check_same_start, differing_versions
+from swinv2_moe.ranks.agreement import check_same_start, differing_versions
+from swinv2_moe.ranks.environment import describe_environment
+from swinv2_moe.ranks.precision import without_slow_amp
+from swinv2_moe.ranks.run_lock import only_run
+from swinv2_moe.ranks.world import World, expert_group, open_world, seed_everything
+from swinv2_moe.start.defaults import Choice
+from swinv2_moe.start.frozen import MOST, Probe, choose_size, probe, set_classifier
+from swinv2_moe.start.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.defaults import Choice
 from swinv2_moe.train.distill import Distillation
-from swinv2_moe.train.distributed import World, expert_group, open_world, seed_everything
-from swinv2_moe.train.environment import describe_environment
-from swinv2_moe.train.frozen import MOST, Probe, choose_size, probe, set_classifier
-from swinv2_moe.train.initial import as_trained, load_pretrained, starting_point
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.progress import PhaseTimes
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.run_lock import only_run
 from swinv2_moe.train.run_report import (
     closing_lines,
     headline,
@@ -43,7 +44,6 @@ from swinv2_moe.train.run_report import (
     start_warnings,
     summarize,
 )
-from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.teacher import Teacher, open_teacher
 from swinv2_moe.train.trackers import check_tracker, load_mllogger
 from swinv2_moe.train.trial import settle, within_minutes_of

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.meta import split_warning
 from swinv2_moe.config import Change
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import short
 from swinv2_moe.models import Complexity
+from swinv2_moe.ranks.world import World
 from swinv2_moe.start.known import accuracy_in_words
 from swinv2_moe.train.arrival import Staging, read_staging
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.meta import split_warning
 from swinv2_moe.train.progress import Progress, accounted_share
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.section import TrainConfig

@@ -21,11 +21,12 @@ from moe_core import (
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp, MoEModel
+from swinv2_moe.ranks.parallelize import averaged_copy, gradient_sync, parallelize
+from swinv2_moe.ranks.precision import build_autocast
+from swinv2_moe.ranks.world import StopSignal, World, seed_everything
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
-from swinv2_moe.train.distributed import StopSignal, World, seed_everything
 from swinv2_moe.train.graph import StepGraph, can_replay, check_device
-from swinv2_moe.train.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.train.section import TrainConfig
 
 _DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
@@ -84,7 +85,7 @@ class TrainingStep:
         self.learning_rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
         self.optimizer = optim.build_optimizer(config, self.model, self.learning_rate)
         self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
-        self.autocast = optim.build_autocast(config, world)
+        self.autocast = build_autocast(config, world)
         alphas = (config.augment.mixup, config.augment.cutmix)
         self.mixup = build_mixup(*alphas, config.label_smoothing, num_classes)
         self.compute_dtype = torch.float32

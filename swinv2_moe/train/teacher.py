@@ -18,6 +18,8 @@ from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from swinv2_moe.checkpoints.checkpoint import trained_windows
+from swinv2_moe.checkpoints.deployed import open_alone
 from swinv2_moe.data.build import relabel
 from swinv2_moe.data.classes import imagenet_names, match_all
 from swinv2_moe.data.section import DataConfig
@@ -37,9 +39,7 @@ from swinv2_moe.models.hub import (
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import larger_than
-from swinv2_moe.train.checkpoint import trained_windows
-from swinv2_moe.train.deployed import open_alone
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.section import DistillConfig
 
 _KEY = "TRAIN.DISTILL.TEACHER"

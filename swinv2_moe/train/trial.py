@@ -27,11 +27,11 @@ from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.sources import Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
+from swinv2_moe.ranks.environment import peak_memory
+from swinv2_moe.ranks.precision import without_slow_amp
+from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import in_words
 from swinv2_moe.threads import available_cores
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.environment import peak_memory
-from swinv2_moe.train.optim import without_slow_amp
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
 from swinv2_moe.train.teacher import Teacher

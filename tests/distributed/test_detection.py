@@ -84,9 +84,9 @@ def check_the_checkpoint_loads_anywhere(rank: int, data: Path, root: Path) -> No
     """What two ranks with half of the experts each have saved, on one rank with all of them, and on
     two again."""
     from moe_core import load_tensors, strategy_decisions
+    from swinv2_moe.checkpoints.checkpoint import find_checkpoint
     from swinv2_moe.detection.run import build_detector
     from swinv2_moe.detection.runner import MoERunner
-    from swinv2_moe.train.checkpoint import find_checkpoint
 
     found = find_checkpoint(str(root / "sharded"), Path())
     decisions = found.meta["training"]["strategies"]

@@ -14,10 +14,10 @@ from trainer_cases import make_trainer
 
 from moe_core import expert_parameters, moe_layers
 from moe_core.parallel import ParallelStrategy
+from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import Saver
 from swinv2_moe.train.section import CheckpointConfig
 
 STEPS, CLIP = 50, 0.4

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from trainer_cases import assert_same_steps, make_trainer, resume, save, train_steps
 
-from swinv2_moe.train.checkpoint import open_checkpoint, read_meta
-from swinv2_moe.train.saver import Saver
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_meta
+from swinv2_moe.checkpoints.saver import Saver
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from trainer_cases import QUICKSTART, make_trainer, resume, save, train_steps
 
 from moe_core import expert_parameters
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_section
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint, read_section
 from swinv2_moe.train.loop import Trainer
 
 VARIANTS = [

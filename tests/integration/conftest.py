@@ -10,8 +10,8 @@ from gloo_processes import Outcome, Processes, run_script
 from PIL import Image
 from tool_cases import Finished, command, words
 
+from swinv2_moe.checkpoints.meta import read_meta
 from swinv2_moe.config import load_config
-from swinv2_moe.train.meta import read_meta
 from swinv2_moe.train.run import train
 
 # Three blocks at 16 px; no workers, since starting them costs more than the run.

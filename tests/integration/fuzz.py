@@ -31,6 +31,7 @@ from hostile_files import Change
 from isolated import Outcome, digest, isolated
 from trainer_cases import QUICKSTART, SMALL, make_trainer
 
+from swinv2_moe.checkpoints.checkpoint import find_checkpoint, read_weights_of
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert.convert import export_weights, import_weights
@@ -39,7 +40,6 @@ from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.models import build_model, load_dense
-from swinv2_moe.train.checkpoint import find_checkpoint, read_weights_of
 from swinv2_moe.train.run import train
 
 SECONDS, BYTES = 20, 1 << 30
@@ -212,7 +212,7 @@ def weights(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
 
 def save_imports(directory: Path, config, model: torch.nn.Module) -> None:
     """Files that `export` writes, with the tensors of a torch file below "model"."""
-    from swinv2_moe.train.checkpoint import write_weights
+    from swinv2_moe.checkpoints.checkpoint import write_weights
 
     checkpoint = directory.parent / "checkpoint"
     write_weights(checkpoint, model, model.state_dict(), config.dump(), [])

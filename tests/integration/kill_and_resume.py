@@ -35,11 +35,16 @@ import trainer_cases
 from gloo_processes import Outcome, Processes
 
 from moe_core.checkpoint import expert_file
+from swinv2_moe.checkpoints import saver
+from swinv2_moe.checkpoints.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    open_checkpoint,
+    read_meta,
+)
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import saver
-from swinv2_moe.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint, read_meta
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.run import train
 from swinv2_moe.train.step import StepResult

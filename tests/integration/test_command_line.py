@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from tool_cases import assert_one_line
 
+from swinv2_moe.checkpoints.checkpoint import read_meta, write_meta
 from swinv2_moe.config import load_config
-from swinv2_moe.train.checkpoint import read_meta, write_meta
 from swinv2_moe.train.run import train
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenette_96.yaml"

@@ -19,7 +19,7 @@ import pytest
 from gloo_processes import free_port
 from kill_and_resume import ROOT, SMALL, steps, uninterrupted, write_digits
 
-from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
+from swinv2_moe.checkpoints.checkpoint import checkpoints_below, open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tool_cases import assert_one_line, command
 
 from moe_core.files import fsync_and_hash
-from swinv2_moe.train.checkpoint import read_meta, write_meta
+from swinv2_moe.checkpoints.checkpoint import read_meta, write_meta
 
 LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 

@@ -15,12 +15,12 @@ from PIL import ExifTags, Image
 from sklearn.datasets import load_sample_images
 from tool_cases import ROOT, Finished, assert_one_line, command, words
 
+from swinv2_moe.checkpoints.checkpoint import write_weights
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.export.export import preprocessing
 from swinv2_moe.models import build_model
-from swinv2_moe.train.checkpoint import write_weights
-from swinv2_moe.train.deployed import open_deployed
 
 onnx = pytest.importorskip("onnx", reason="needs the export extra")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the export extra")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tool_cases import assert_one_line, command
 
 from moe_core.files import fsync_and_hash
+from swinv2_moe.checkpoints.checkpoint import read_meta, write_meta
 from swinv2_moe.config import load_config
-from swinv2_moe.train.checkpoint import read_meta, write_meta
 from swinv2_moe.train.run import train
 
 

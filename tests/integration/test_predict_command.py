@@ -14,12 +14,12 @@ from PIL import ExifTags, Image
 from tool_cases import assert_one_line, command
 
 import swinv2_moe
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import load_config
 from swinv2_moe.data import ImageFiles
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.images import FORMATS
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.run import train
 
 

@@ -25,9 +25,10 @@ from kill_and_resume import (
     write_digits,
 )
 
+from swinv2_moe.checkpoints import saver
+from swinv2_moe.checkpoints.checkpoint import checkpoints_below, open_checkpoint
 from swinv2_moe.commands.call import resume_command
-from swinv2_moe.train import arrival, evaluation, saver
-from swinv2_moe.train.checkpoint import checkpoints_below, open_checkpoint
+from swinv2_moe.train import arrival, evaluation
 
 STEPS = 8  # of the runs that are compared; six an epoch
 HELD = 4  # the step in which a run waits for its signal

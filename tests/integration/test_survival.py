@@ -11,10 +11,10 @@ import pytest
 from gloo_processes import DEADLINE
 from kill_and_resume import ROOT, Gate, Ranks, saves_under_way, steps, uninterrupted, write_digits
 
-from swinv2_moe.train.checkpoint import find_checkpoint, read_meta
+from swinv2_moe.checkpoints.checkpoint import find_checkpoint, read_meta
 
 KEYS, LAST = "CHECKPOINT.STEPS 2 CHECKPOINT.KEEP_LAST 2", 6
-SAVE_JOB, SAVER = "swinv2_moe.train.saver", "swinv2_moe.train.saver"
+SAVE_JOB, SAVER = "swinv2_moe.checkpoints.saver", "swinv2_moe.checkpoints.saver"
 TIMEOUT = 10  # seconds
 
 

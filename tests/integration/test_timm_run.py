@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from tool_cases import ROOT, command
 
-from swinv2_moe.train.checkpoint import open_checkpoint
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 
 CONFIG = ROOT / "configs" / "vit_moe_digits.yaml"
 ARGS = "patch_size=4 embed_dim=16 depth=2 num_heads=2 global_pool=avg"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swinv2_moe import threads
-from swinv2_moe.train import distributed
+from swinv2_moe.ranks import world as world_module
 
 # Writes blocks above 32 MiB, for each of which glibc makes a mapping by default, and smaller ones,
 # in several rounds. Prints the page faults after the first round, divided by the pages written.
@@ -84,7 +84,7 @@ def test_another_c_library(monkeypatch):
 
 def test_a_run_on_a_cpu_calls_it(monkeypatch):
     calls = []
-    monkeypatch.setattr(distributed, "keep_freed_memory", lambda: calls.append(1))
-    with distributed.open_world("cpu") as world:
+    monkeypatch.setattr(world_module, "keep_freed_memory", lambda: calls.append(1))
+    with world_module.open_world("cpu") as world:
         assert world.device == torch.device("cpu")
     assert calls == [1]

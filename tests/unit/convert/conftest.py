@@ -10,9 +10,9 @@ from tool_cases import Finished, command
 from torch import nn
 from yacs.config import CfgNode
 
+from swinv2_moe.checkpoints.checkpoint import load_weights, open_checkpoint, write_weights
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.models import build_model
-from swinv2_moe.train.checkpoint import load_weights, open_checkpoint, write_weights
 
 ROOT = Path(__file__).parents[3]
 CFG = str(ROOT / "configs" / "in22k" / "swin_moe_small_window12_192_8expert.yaml")

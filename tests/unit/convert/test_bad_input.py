@@ -12,7 +12,7 @@ from released_files import make_released, write_released
 from safetensors.torch import load_file, save_file
 
 from moe_core.files import fsync_and_hash
-from swinv2_moe.train.checkpoint import read_meta, write_meta
+from swinv2_moe.checkpoints.checkpoint import read_meta, write_meta
 
 
 def assert_refused(finished, *fragments: str) -> None:

@@ -9,14 +9,14 @@ import torch
 from tool_cases import assert_one_line, command
 
 from moe_core import MoEConfig, MoELayer, moe_layers
+from swinv2_moe.checkpoints.checkpoint import open_newest, write_weights
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import config_from_text, load_config, model_config
 from swinv2_moe.convert.fewer_experts import Sample, fewer_experts, matched
 from swinv2_moe.measure.report import render
 from swinv2_moe.measure.report_validation import Validation
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
-from swinv2_moe.train.checkpoint import open_newest, write_weights
-from swinv2_moe.train.deployed import open_deployed
 
 DIM, HIDDEN = 12, 20
 CONFIGS = {

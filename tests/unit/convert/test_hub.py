@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.checkpoint import write_weights
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert.hub import timm_preprocessing
 from swinv2_moe.data.transforms import build_transform
 from swinv2_moe.models import build_model, measure_model
-from swinv2_moe.train.checkpoint import write_weights
-from swinv2_moe.train.deployed import open_deployed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TYPES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swinv2_moe.train.checkpoint import write_meta
+from swinv2_moe.checkpoints.checkpoint import write_meta
 
 LAYERS = ["layers.1.blocks.1.mlp.moe", "layers.2.blocks.0.mlp.moe", "layers.2.blocks.1.mlp.moe"]
 

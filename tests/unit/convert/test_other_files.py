@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from moe_core import moe_layers
 from moe_core.parallel import ExpertGroup
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, open_file, write_meta, write_weights
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import as_opts, config_from_text, flatten, model_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model, load_dense, weight_files
-from swinv2_moe.train.checkpoint import open_checkpoint, open_file, write_meta, write_weights
-from swinv2_moe.train.deployed import open_deployed
-from swinv2_moe.train.initial import settings_of_weights, take_over
+from swinv2_moe.start.initial import settings_of_weights, take_over
 
 
 def weights_of(directory):

@@ -7,12 +7,12 @@ import pytest
 import torch
 from released_files import make_released, place, write_released
 
+from swinv2_moe.checkpoints.checkpoint import load_weights, open_checkpoint
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.convert import layouts
 from swinv2_moe.convert.files import Sources, find_sources, read_states
 from swinv2_moe.models import build_model
 from swinv2_moe.models.weights import compare
-from swinv2_moe.train.checkpoint import load_weights, open_checkpoint
 
 IN22K = Path(__file__).parents[3] / "configs" / "in22k"
 PUBLISHED = [  # configuration, ranks it was released for

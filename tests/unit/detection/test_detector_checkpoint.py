@@ -17,9 +17,9 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from detection_cases import make_data, tiny_config
 from shapes_cases import CLASSES
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_weights_of
 from swinv2_moe.detection import run
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint, read_weights_of
 
 TWO_EPOCHS = {"train_cfg__max_epochs": 2, "default_hooks__checkpoint__keep_last": 2}
 NO_VALIDATION = {"train_cfg__val_interval": 10}

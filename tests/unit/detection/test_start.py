@@ -19,12 +19,12 @@ import torch
 from detection_cases import make_data, tiny_config
 from torch.utils.data import TensorDataset
 
+from swinv2_moe.checkpoints import checkpoint
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.data.build import Loader
 from swinv2_moe.detection import run
 from swinv2_moe.detection.hooks import TuningHook
 from swinv2_moe.errors import UserError
-from swinv2_moe.train import checkpoint
 
 CONFIG = ROOT / "configs/detection/shapes/mask_rcnn.py"
 HOLD = (

@@ -13,13 +13,13 @@ from mmdet.registry import MODELS
 from mmengine.logging import MMLogger
 from safetensors.torch import save_file
 
+from swinv2_moe.checkpoints.checkpoint import write_weights
 from swinv2_moe.config import default_config, merge_opts, model_config
 from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.detection import run
 from swinv2_moe.detection.weights import check_preprocessing
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
-from swinv2_moe.train.checkpoint import write_weights
 
 TRAINED = """DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 8 MODEL.SWINV2.DEPTHS [1,1,2,1]
     MODEL.SWINV2.NUM_HEADS [1,1,2,2] MODEL.SWINV2.WINDOW_SIZE 4 MODEL.SWINV2.PATCH_SIZE 4

@@ -30,8 +30,8 @@ from swinv2_moe.measure.few_shot import (
     measure,
 )
 from swinv2_moe.models import build_model
-from swinv2_moe.train.distributed import World, expert_group, seed_everything
-from swinv2_moe.train.frozen import Features, extract_features
+from swinv2_moe.ranks.world import World, expert_group, seed_everything
+from swinv2_moe.start.frozen import Features, extract_features
 
 CLASSES, DIM = 5, 16
 

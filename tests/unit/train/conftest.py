@@ -17,7 +17,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data.build import build_data
 from swinv2_moe.models import build_model
-from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.ranks.world import World, seed_everything
 from swinv2_moe.train.loop import Trainer
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart_digits.yaml"

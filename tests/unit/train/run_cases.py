@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swinv2_moe.train.distributed import World
+from swinv2_moe.checkpoints.saver import Saver
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.saver import Saver
 
 ALONE = World(0, 1, torch.device("cpu"))
 LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]  # of the small model

@@ -12,9 +12,10 @@ import torch
 from run_cases import ALONE
 
 from swinv2_moe.data.sources import ImageArrays
-from swinv2_moe.train import agreement, distributed
-from swinv2_moe.train.agreement import check_same_data, check_same_start, differing_versions
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks import agreement
+from swinv2_moe.ranks import world as world_module
+from swinv2_moe.ranks.agreement import check_same_data, check_same_start, differing_versions
+from swinv2_moe.ranks.world import World
 
 VALUES = {
     "TRAIN.BASE_LR": 1e-3,
@@ -149,8 +150,8 @@ def test_nccl_keeps_the_order_of_the_host_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv(name, "0")
-    with distributed.open_world("cuda"):
+    with world_module.open_world("cuda"):
         assert os.environ[name] == "0"
     monkeypatch.delenv(name)
-    with distributed.open_world("cuda"):
+    with world_module.open_world("cuda"):
         assert os.environ[name] == "1"

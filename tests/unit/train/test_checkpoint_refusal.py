@@ -9,12 +9,7 @@ from run_cases import ALONE, LAYERS, assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from moe_core.files import fsync_and_hash
-from swinv2_moe.config import all_sections, config_from_text
-from swinv2_moe.convert.convert import export_weights, import_weights
-from swinv2_moe.errors import UserError
-from swinv2_moe.models import build_model
-from swinv2_moe.models.weight_files import read_metadata
-from swinv2_moe.train.checkpoint import (
+from swinv2_moe.checkpoints.checkpoint import (
     count_classes,
     find_checkpoint,
     load_weights,
@@ -23,8 +18,13 @@ from swinv2_moe.train.checkpoint import (
     write_meta,
     write_weights,
 )
-from swinv2_moe.train.deployed import Deployed
-from swinv2_moe.train.initial import as_trained, settings_of_weights
+from swinv2_moe.checkpoints.deployed import Deployed
+from swinv2_moe.config import all_sections, config_from_text
+from swinv2_moe.convert.convert import export_weights, import_weights
+from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model
+from swinv2_moe.models.weight_files import read_metadata
+from swinv2_moe.start.initial import as_trained, settings_of_weights
 
 
 @pytest.fixture

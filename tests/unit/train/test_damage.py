@@ -12,15 +12,15 @@ import pytest
 from run_cases import LAYERS
 from tool_cases import refusal
 
-from swinv2_moe.errors import UserError
-from swinv2_moe.train import checkpoint
-from swinv2_moe.train.checkpoint import (
+from swinv2_moe.checkpoints import checkpoint
+from swinv2_moe.checkpoints.checkpoint import (
     DamagedError,
     find_checkpoint,
     open_checkpoint,
     read_meta,
     write_meta,
 )
+from swinv2_moe.errors import UserError
 from swinv2_moe.train.run import train
 
 NEWEST, BEFORE = "step-00000004", "step-00000002"

@@ -13,8 +13,8 @@ from PIL import Image
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import bundled
-from swinv2_moe.train import defaults
-from swinv2_moe.train.defaults import Pictures, Weights, apply_rules, choose, largest_batch
+from swinv2_moe.start import defaults
+from swinv2_moe.start.defaults import Pictures, Weights, apply_rules, choose, largest_batch
 
 SWIN = {
     "DATA.IMG_SIZE": 64,

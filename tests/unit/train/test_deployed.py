@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from swinv2_moe.checkpoints.checkpoint import Checkpoint, write_weights
+from swinv2_moe.checkpoints.deployed import Deployed, open_deployed
 from swinv2_moe.config import all_sections, model_config
 from swinv2_moe.data.sources import ImageArrays, Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
-from swinv2_moe.train.checkpoint import Checkpoint, write_weights
-from swinv2_moe.train.deployed import Deployed, open_deployed
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_classes_without_names_are_matched_by_number(align, monkeypatch):
     assert align(numbers, ["0", "2"])[1] == [0, 2]
     with pytest.raises(UserError, match="has none of the classes of the data"):
         align(numbers, ["a", "b"])
-    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 3)
+    monkeypatch.setattr("swinv2_moe.checkpoints.checkpoint.count_classes", lambda *args: 3)
     names, targets, note = align([], ["a", "b", "c"])
     assert (names, targets) == (["a", "b", "c"], [0, 1, 2])
     assert note.endswith("its classes are taken to be, in order: a, b, c")
@@ -117,7 +117,7 @@ LETTERS = list("abcdefghijkl")
 @pytest.mark.parametrize("names", [NUMBERS, FROM_ONE, [f"{i:02}" for i in range(12)]])
 def test_classes_with_names_on_one_side_are_matched_by_number(names, align, monkeypatch):
     """In any order: shards of earlier versions have numbered folders in the order of text."""
-    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 12)
+    monkeypatch.setattr("swinv2_moe.checkpoints.checkpoint.count_classes", lambda *args: 12)
     as_text = sorted(names)
     for data in (names, as_text):
         found, targets, note = align(LETTERS, data)
@@ -134,7 +134,7 @@ def test_classes_with_names_on_one_side_are_matched_by_number(names, align, monk
 
 @pytest.mark.parametrize("form", ["class_{}", "{}.0", "no. {} of 12"])
 def test_names_with_a_number_are_matched_in_its_order(form, align, monkeypatch):
-    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 12)
+    monkeypatch.setattr("swinv2_moe.checkpoints.checkpoint.count_classes", lambda *args: 12)
     names = [form.format(number) for number in NUMBERS]
     as_text = sorted(names)
     for trained in ([], NUMBERS, sorted(NUMBERS)):
@@ -148,7 +148,7 @@ def test_names_with_a_number_are_matched_in_its_order(form, align, monkeypatch):
 
 
 def test_an_order_on_which_programs_differ_is_said(align, monkeypatch):
-    monkeypatch.setattr("swinv2_moe.train.checkpoint.count_classes", lambda *args: 3)
+    monkeypatch.setattr("swinv2_moe.checkpoints.checkpoint.count_classes", lambda *args: 3)
     for names, other in ((["B", "C", "a"], "class 0 may be 'a', not 'B'"), (["a", "b", "c"], "")):
         for trained in ([], ["0", "1", "2"]):
             note = align(trained, names)[2]

@@ -15,6 +15,8 @@ from PIL import Image
 from run_cases import ALONE, interrupt_at, weights_of
 from safetensors.torch import save_file
 
+from swinv2_moe.checkpoints.deployed import open_deployed
+from swinv2_moe.checkpoints.meta import read_meta
 from swinv2_moe.config import all_sections
 from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.data.build import build_data
@@ -23,10 +25,8 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import bundled
 from swinv2_moe.train import distill, teacher
-from swinv2_moe.train.deployed import open_deployed
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.meta import read_meta
 from swinv2_moe.train.run import train
 from swinv2_moe.train.step import distillation_loss
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from swinv2_moe.train.environment import commit_of
+from swinv2_moe.ranks.environment import commit_of
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")

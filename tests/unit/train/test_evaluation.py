@@ -24,7 +24,7 @@ from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.sources import ImageArrays, load_sources
 from swinv2_moe.measure.accuracy import measure
 from swinv2_moe.models import build_model
-from swinv2_moe.train.distributed import World, expert_group, seed_everything
+from swinv2_moe.ranks.world import World, expert_group, seed_everything
 from swinv2_moe.train.evaluation import Predictions, evaluate, predict
 
 

@@ -13,11 +13,11 @@ import yaml
 from mlperf_logging.mllog import constants
 from run_cases import ALONE, saver_of
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.errors import UserError
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.arrival import read_staging
-from swinv2_moe.train.checkpoint import open_checkpoint
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import PHASES, Batches, PhaseTimes, TimeToTarget, accounted_share
 from swinv2_moe.train.record import Recorder

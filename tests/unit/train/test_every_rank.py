@@ -20,13 +20,13 @@ from swinv2_moe.commands.call import run_command
 from swinv2_moe.commands.faults import explain_fault
 from swinv2_moe.config import data_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.arrival import load_data
-from swinv2_moe.train.distributed import (
+from swinv2_moe.ranks.world import (
     World,
     _compare_sizes,
     _of_this_attempt,
     _why_not_joined,
 )
+from swinv2_moe.train.arrival import load_data
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import hub
 from swinv2_moe.models.hub import fetch_weights, is_hub_name, timm_config, windows_of_config
-from swinv2_moe.train.initial import load_pretrained, settings_of_weights
+from swinv2_moe.start.initial import load_pretrained, settings_of_weights
 
 TINY = "swinv2_tiny_window8_256.ms_in1k"
 

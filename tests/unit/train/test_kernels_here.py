@@ -9,7 +9,7 @@ from run_cases import ALONE
 from moe_core import MoEConfig
 from swinv2_moe.config import load_config, model_config
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.distributed import expert_group
+from swinv2_moe.ranks.world import expert_group
 
 # of another kind of machine than this one
 ELSEWHERE = "avx2" if platform.machine() == "aarch64" else "neon"

@@ -6,8 +6,8 @@ from run_cases import assert_same, copy_of, saver_of
 from tool_cases import refusal
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.record import Recorder
 
 LAYER = "layers.1.blocks.0.attn.proj"

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from moe_core.ops.native import instruction_sets
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
+from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import all_sections, load_config, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint
-from swinv2_moe.train.deployed import open_deployed
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import (
     LossScaler,
     build_autocast,

@@ -11,14 +11,14 @@ import trainer_cases
 from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, write_weights
 from swinv2_moe.config import default_config, given_keys
 from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.hub import description, local_file, timm_config
-from swinv2_moe.train import initial
-from swinv2_moe.train.checkpoint import open_checkpoint, write_weights
-from swinv2_moe.train.initial import load_pretrained
+from swinv2_moe.start import initial
+from swinv2_moe.start.initial import load_pretrained
 from swinv2_moe.train.run import train
 
 HEAD = ("head.fc.weight", "head.fc.bias")

@@ -12,6 +12,7 @@ from run_cases import interrupt_at, weights_of
 from sklearn.linear_model import LogisticRegression
 from trainer_cases import QUICKSTART, SMALL
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_section, read_weights_of
 from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import load_sources
@@ -20,12 +21,11 @@ from swinv2_moe.measure import report
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
+from swinv2_moe.ranks.world import World, expert_group, seed_everything
+from swinv2_moe.start import frozen
+from swinv2_moe.start.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
-from swinv2_moe.train import frozen
-from swinv2_moe.train.checkpoint import open_checkpoint, read_section, read_weights_of
-from swinv2_moe.train.distributed import World, expert_group, seed_everything
-from swinv2_moe.train.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.train.run import train
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -10,9 +10,9 @@ from PIL import Image
 from run_cases import interrupt_at, weights_of
 from tool_cases import refusal
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.config import resolve_batch_size
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import Progress
 from swinv2_moe.train.run import train

@@ -17,10 +17,12 @@ from tool_cases import refusal
 from swinv2_moe import owner_file
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import only_process
-from swinv2_moe.train import arrival, initial, run_lock
+from swinv2_moe.ranks import run_lock
+from swinv2_moe.ranks.run_lock import only_run
+from swinv2_moe.start import initial
+from swinv2_moe.train import arrival
 from swinv2_moe.train import run as run_module
 from swinv2_moe.train.run import train
-from swinv2_moe.train.run_lock import only_run
 
 HOLD = (
     "import fcntl, sys; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX);"

@@ -10,17 +10,17 @@ import torch
 from run_cases import ALONE, LAYERS, assert_same, copy_of, saver_of
 
 from moe_core.checkpoint import write_tensors
-from swinv2_moe.errors import UserError
-from swinv2_moe.train import saver as saver_module
-from swinv2_moe.train.checkpoint import (
+from swinv2_moe.checkpoints import saver as saver_module
+from swinv2_moe.checkpoints.checkpoint import (
     checkpoints_below,
     find_checkpoint,
     open_checkpoint,
     read_section,
     write_meta,
 )
+from swinv2_moe.checkpoints.saver import Saver, StagingBuffers
+from swinv2_moe.errors import UserError
 from swinv2_moe.train.run import train
-from swinv2_moe.train.saver import Saver, StagingBuffers
 from swinv2_moe.train.section import CheckpointConfig
 
 

@@ -5,9 +5,9 @@ import torch
 from run_cases import interrupt_at, weights_of
 
 from moe_core import moe_layers
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
-from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.run import train
 from swinv2_moe.train.schedules import STEPS, RoutingSchedule
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from swinv2_moe.checkpoints.checkpoint import select_checkpoint
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import select_checkpoint
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.config import all_sections, load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEMlp
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train import graph as train_graph
 from swinv2_moe.train import step as train_step
-from swinv2_moe.train.distributed import World
 from swinv2_moe.train.graph import PassGraph, StepGraph, can_replay, check_device
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.schedules import RoutingSchedule

@@ -4,15 +4,15 @@ import signal
 
 import pytest
 
-from swinv2_moe.train import distributed
-from swinv2_moe.train.distributed import StopSignal
+from swinv2_moe.ranks import world as world_module
+from swinv2_moe.ranks.world import StopSignal
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """`clock.append(seconds)`: time passes."""
     passed = []
-    monkeypatch.setattr(distributed.time, "monotonic", lambda: sum(passed, 100.0))
+    monkeypatch.setattr(world_module.time, "monotonic", lambda: sum(passed, 100.0))
     return passed
 
 
@@ -21,7 +21,7 @@ def ended(monkeypatch):
     """The signals that would have ended this process, and what handled them then."""
     found = []
     monkeypatch.setattr(
-        distributed.signal, "raise_signal", lambda n: found.append((n, signal.getsignal(n)))
+        world_module.signal, "raise_signal", lambda n: found.append((n, signal.getsignal(n)))
     )
     return found
 

@@ -11,9 +11,9 @@ from run_cases import ALONE, LAYERS
 
 from swinv2_moe.config import flatten
 from swinv2_moe.errors import UserError
+from swinv2_moe.ranks.environment import describe_environment
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train import arrival, trackers
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.environment import describe_environment
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.record import Recorder
 from swinv2_moe.train.run import train

@@ -10,7 +10,7 @@ from swinv2_moe.config import model_config, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
-from swinv2_moe.train.distributed import World, seed_everything
+from swinv2_moe.ranks.world import World, seed_everything
 from swinv2_moe.train.optim import LossScaler
 from swinv2_moe.train.step import TrainingStep
 

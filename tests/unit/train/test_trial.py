@@ -10,9 +10,9 @@ import torch
 from swinv2_moe.config import AllSections
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
+from swinv2_moe.ranks.environment import peak_memory
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train import trial
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.environment import peak_memory
 from swinv2_moe.train.step import TrainingStep
 from swinv2_moe.train.trial import (
     _duration,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from run_cases import assert_same, interrupt_at, weights_of
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.errors import UserError
-from swinv2_moe.train.checkpoint import open_checkpoint
 from swinv2_moe.train.run import train
 
 DENSE = {"MODEL.MOE.NUM_EXPERTS": 0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY": 0.9}

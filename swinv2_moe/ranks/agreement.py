@@ -8,8 +8,8 @@ import numpy as np
 
 from swinv2_moe.data.sources import Source
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.environment import code_versions
+from swinv2_moe.ranks.environment import code_versions
+from swinv2_moe.ranks.world import World
 
 # Paths may differ between machines. `check_same_data` compares the data at these paths instead.
 DATA_PATHS = frozenset({"DATA.PATH", "DATA.STAGE", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})

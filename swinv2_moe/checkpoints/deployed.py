@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_core import MoEConfig
+from swinv2_moe.checkpoints import checkpoint
+from swinv2_moe.checkpoints.checkpoint import Checkpoint
+from swinv2_moe.checkpoints.meta import split_warning
 from swinv2_moe.config import (
     AllSections,
     all_sections,
@@ -33,12 +36,9 @@ from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.files import is_same_path
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.models.section import ModelConfig
-from swinv2_moe.train import checkpoint
-from swinv2_moe.train.agreement import check_same_start
-from swinv2_moe.train.checkpoint import Checkpoint
-from swinv2_moe.train.distributed import World, expert_group, open_world
-from swinv2_moe.train.meta import split_warning
-from swinv2_moe.train.optim import build_autocast, without_slow_amp
+from swinv2_moe.ranks.agreement import check_same_start
+from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
+from swinv2_moe.ranks.world import World, expert_group, open_world
 
 _log = logging.getLogger(__name__)
 # Keys about the machines and the data of the training, with the values that any other use gets.

@@ -21,11 +21,11 @@ from swinv2_moe.data.sources import Source, Sources, load_sources
 from swinv2_moe.data.sources.base import Subset
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model
+from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
+from swinv2_moe.ranks.world import World, seed_everything
+from swinv2_moe.start.initial import as_trained, load_pretrained
 from swinv2_moe.start.probe import Classifier, fit_classifier
 from swinv2_moe.tables import Bar, Console, in_words
-from swinv2_moe.train.distributed import World, seed_everything
-from swinv2_moe.train.initial import as_trained, load_pretrained
-from swinv2_moe.train.optim import build_autocast, without_slow_amp
 
 MOST = 10_000  # pictures that the classifier is fitted to
 _FOR_SIZES = 500  # pictures that sizes are compared on

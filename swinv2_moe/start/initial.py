@@ -20,6 +20,18 @@ from torch import Tensor
 from yacs.config import CfgNode
 
 from moe_core.checkpoint import TRUNK
+from swinv2_moe.checkpoints.checkpoint import (
+    SINGLE_FORMAT,
+    Checkpoint,
+    check_network,
+    checkpoints_below,
+    find_checkpoint,
+    load_weights,
+    open_file,
+    read_dense,
+    trained_windows,
+)
+from swinv2_moe.checkpoints.meta import DamagedError, read_meta
 from swinv2_moe.config import (
     config_from_text,
     flatten,
@@ -53,19 +65,7 @@ from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
 from swinv2_moe.models.timm_names import settings_of_timm
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
-from swinv2_moe.train.checkpoint import (
-    SINGLE_FORMAT,
-    Checkpoint,
-    check_network,
-    checkpoints_below,
-    find_checkpoint,
-    load_weights,
-    open_file,
-    read_dense,
-    trained_windows,
-)
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import DamagedError, read_meta
+from swinv2_moe.ranks.world import World
 
 _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
@@ -438,7 +438,7 @@ def read_upcycled(
     source: Checkpoint, section: str, model: MoEModel, expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Read a section of a dense checkpoint for a model with experts. Arguments as in
-    `swinv2_moe.train.checkpoint.read_section`.
+    `swinv2_moe.checkpoints.checkpoint.read_section`.
 
     Parameters without a dense twin keep the values in `expected`; their moments are 0.
 

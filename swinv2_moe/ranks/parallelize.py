@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import expert_parameters, ignore_experts
 from swinv2_moe.models import MoEModel, WithAuxLoss
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 
 def parallelize(

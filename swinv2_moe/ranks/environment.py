@@ -13,7 +13,7 @@ import torch
 
 from swinv2_moe.imports import imported_files
 from swinv2_moe.output import without_credentials
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "numpy")

@@ -8,8 +8,8 @@
         optimizer/<kind>/...             the moments, in the same files
     checkpoints/latest, best             links to the checkpoints to use
 
-A directory gets its name when it is complete (swinv2_moe.train.saver). Before it is used, each of
-its files is compared with the size and checksum in meta.json.
+A directory gets its name when it is complete (checkpoints/saver.py). Before it is used, each of its
+files is compared with the size and checksum in meta.json.
 """
 
 import os
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from moe_core import expert_parameters, load_strategy_decisions, moe_layers
 from moe_core.checkpoint import TRUNK, count_experts, expert_file, load_tensors, save_tensors
 from moe_core.files import damage, fsync_and_hash, publish_directory
+from swinv2_moe.checkpoints.meta import WINDOWS, DamagedError, describe, read_meta, write_meta
 from swinv2_moe.config import config_from_text, model_config
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.files import new_directory, parse_json, writing
@@ -37,8 +38,7 @@ from swinv2_moe.models.positions import check_windows
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.weight_files import read_headers, read_metadata, read_weights
 from swinv2_moe.models.weights import check_finite, compare, larger_than, rank_experts
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import WINDOWS, DamagedError, describe, read_meta, write_meta
+from swinv2_moe.ranks.world import World
 
 # A single file's metadata: format (this), step, config (YAML), class_names and windows (JSON); for
 # timm also model_args and data_config (JSON)

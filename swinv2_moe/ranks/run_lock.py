@@ -12,7 +12,7 @@ from typing import TextIO
 from moe_core.files import try_lock
 from swinv2_moe.errors import UserError
 from swinv2_moe.owner_file import owner_file
-from swinv2_moe.train.distributed import World
+from swinv2_moe.ranks.world import World
 
 _NAME = ".lock"
 # An attempt fails only if another run ends at that moment and removes the lock file.

@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from moe_core import expert_parameters, moe_layers
 from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
 from moe_core.files import fsync, fsync_and_hash, publish_directory
+from swinv2_moe.checkpoints.checkpoint import Checkpoint, checkpoints_below, order_of
+from swinv2_moe.checkpoints.meta import write_meta
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import replace_link
-from swinv2_moe.train.checkpoint import Checkpoint, checkpoints_below, order_of
-from swinv2_moe.train.distributed import World
-from swinv2_moe.train.meta import write_meta
-from swinv2_moe.train.parallelize import gather_shards
+from swinv2_moe.ranks.parallelize import gather_shards
+from swinv2_moe.ranks.world import World
 from swinv2_moe.train.section import CheckpointConfig
 
 # section -> tensors by parameter name; sections are "" (the model), "ema", "optimizer/exp_avg", ...
@@ -234,7 +234,7 @@ class Saver:
         has returned.
 
         Args:
-            meta: what `swinv2_moe.train.meta.describe` returns.
+            meta: what `swinv2_moe.checkpoints.meta.describe` returns.
             partial: write only the `config.experts` experts of each layer that have the oldest
                 copies, and link the others to their copies in the previous checkpoint (arXiv
                 2408.04307, MoC-System).

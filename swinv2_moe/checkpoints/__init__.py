@@ -1,0 +1,1 @@
+"""Checkpoints: what is written, what is checked when read, and the model that one gives."""
