@@ -43,7 +43,7 @@ from moe_core import MoEConfig, MoELayer
 from moe_core.ops import combine, dispatch, make_plan
 from moe_core.ops.ffn import triton as ffn_triton
 from moe_core.ops.ffn.triton import Tile
-from moe_core.routing import route
+from moe_core.routing import route_by_tokens
 from swinv2_moe.measure.rounds import capture
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.models import triton_window_attention
@@ -110,7 +110,7 @@ def experts(shape: str, device: str, dtype: torch.dtype) -> Subject:
     layer = MoELayer(config).to(device)
     x = torch.randn(tokens, model_dim, device=device)
     with torch.no_grad():
-        routing = route(layer.router(x), config, top_k, training=True)
+        routing = route_by_tokens(layer.router(x), config, top_k, training=True)
         plan = make_plan(routing.expert_ids, num_experts, None)
     x, gates = x.to(dtype).requires_grad_(), routing.gates.requires_grad_()
     # the same parameters, computed by torch's form, which is F.grouped_mm on a GPU in bf16
