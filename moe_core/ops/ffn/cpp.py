@@ -59,7 +59,7 @@ def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
 
 def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
     """out [T, M], and the kept hidden layer before the activation, with its rows as in ffn.cpp."""
-    call = _Call(inputs)
+    call = _CppCall(inputs)
     tokens = call.tokens
     out = empty(tokens.shape, torch.float32, tokens.device)
     num_kept = 0
@@ -84,7 +84,7 @@ def backward(
         if is_needed and tensor is not None:
             gradient = empty(tensor.shape, torch.float32, tensor.device)
         gradients.append(gradient)
-    call = _Call(inputs)
+    call = _CppCall(inputs)
     _, of_gates, *of_weights = gradients
     if of_gates is not None:
         of_gates.zero_()  # C++ adds to those of kept choices
@@ -118,7 +118,7 @@ class _Problem(ctypes.Structure):  # as Problem in native/ffn.hpp
     )
 
 
-class _Call:
+class _CppCall:
     """The arguments of a C++ call. It keeps the tensors that they point to alive."""
 
     def __init__(self, inputs: MoEFFNInputs) -> None:

@@ -30,7 +30,7 @@ from swinv2_moe.files import make_directory, new_file, only_process, read_bounde
 from swinv2_moe.tables import TransferBar
 
 if TYPE_CHECKING:  # it imports torch
-    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 
 _CHUNK = 4 << 20  # bytes per read
 
@@ -53,7 +53,7 @@ def stage(
     target: str,
     workers: int = 4,
     trust: bool = False,
-    exchange: "Exchange | None" = None,
+    exchange: "ShardExchange | None" = None,
 ) -> Staged:
     """Copy the finished shards in `source` to the directory `target`, or continue an interrupted
     call.
@@ -92,7 +92,7 @@ class Stager:
         target: str,
         workers: int = 4,
         trust: bool = False,
-        exchange: "Exchange | None" = None,
+        exchange: "ShardExchange | None" = None,
     ) -> None:
         self.source = source
         self.target = target
