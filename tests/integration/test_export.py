@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import fake_graph
 import numpy as np
 import pytest
 import torch
@@ -349,6 +351,39 @@ DAMAGE = {
     "not ONNX": ("model.onnx", "no", "model.onnx: cannot be loaded ("),
     "not torch's": ("model.pt2", "no", "model.pt2: cannot be loaded ("),
 }
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_example_replays_a_program_of_fixed_shapes(classify, monkeypatch, capsys, reads):
+    """On a GPU, by a fake of its graphs. A program that reads on the host runs as usual, with a
+    line."""
+    import classify as example
+
+    class Graph(fake_graph.FakeGraph):
+        def __init__(self):
+            super().__init__()
+            self._is_first = False  # it is captured with zeros
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    for name in ("stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    runs = []
+
+    def program(images):
+        runs.append(len(images))
+        if reads:
+            images.sum().item()
+        return 2 * images.flatten(1) + 1
+
+    replayed = example.as_graph(program, torch.zeros(2, 3))
+    for number in range(1, 4):
+        with torch.inference_mode():
+            images = torch.full((2, 3), float(number))
+            assert torch.equal(replayed(images), 2 * images + 1)
+    assert len(runs) == (3 + 1 + 3 if reads else 3 + 1)
+    assert ("not replayed as a CUDA graph (RuntimeError" in capsys.readouterr().err) == reads
 
 
 @pytest.mark.parametrize("case", DAMAGE)
