@@ -240,7 +240,7 @@ def test_arrays_become_pngs(tmp_path):
 @pytest.fixture
 def build(make_data, made, full_augmentation):
     """`build({"DATA.NUM_WORKERS": 1})`: the loaders of `made`."""
-    dataset = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
+    dataset = {"DATA.DATASET": "shards", "DATA.PATH": str(made)}
     return lambda keys=None: build_data(make_data(full_augmentation, dataset, keys or {}))
 
 
