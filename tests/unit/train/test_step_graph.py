@@ -12,7 +12,6 @@ from moe_core import moe_layers, prepared
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.export.programs import load_program, write_program
-from swinv2_moe.models import MoEMlp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train import graph as train_graph
 from swinv2_moe.train import step as train_step
