@@ -206,16 +206,8 @@ def captures(replay, monkeypatch):
     return decide
 
 
-@pytest.mark.parametrize(
-    ("options", "num_captures"),
-    [
-        ("", 1),
-        ("MODEL.MOE.TOP_K_SCHEDULE 'epoch 0:1 2:2'", 2),
-        ("MODEL.MOE.CAPACITY_AUTO True MODEL.MOE.CAPACITY_FACTOR 1.25", 1),
-    ],
-)
 def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
-    options, num_captures, captures, tmp_path, monkeypatch
+    captures, tmp_path, monkeypatch
 ):
     """Four epochs, each with its validation, whose last batch is smaller."""
     found, steps = {}, []
@@ -223,7 +215,7 @@ def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
     monkeypatch.setattr(StepGraph, "_captured", lambda *inputs: steps.append(1) or capture(*inputs))
     for is_captured in (False, True):
         captures(is_captured)
-        trainer = make_trainer(0, 1, f"MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4 {options}")
+        trainer = make_trainer(0, 1, "MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4")
         results = found[is_captured] = []
         run = trainer.step.run
         trainer.step.run = lambda *inputs, run=run, results=results: (
@@ -236,7 +228,7 @@ def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
         assert (trainer.step.graph is not None and trainer.step.graph.replays) == is_captured
     usual, captured = found.values()
     assert len(usual) == 20
-    assert len(steps) == num_captures
+    assert len(steps) == 1
     # the device clips and updates with other orders of operations
     losses = [torch.tensor([result.loss for result in results]) for results in (usual, captured)]
     torch.testing.assert_close(*losses, **SAME_STEPS)
