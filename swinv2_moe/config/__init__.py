@@ -9,8 +9,8 @@ from swinv2_moe.config.checks import check_config, choices
 from swinv2_moe.config.everyday import EVERYDAY, everyday_opts
 from swinv2_moe.config.load import (
     as_opts,
+    changed,
     config_from_text,
-    given_keys,
     load_config,
     merge_opts,
     resolve_batch_size,
@@ -37,6 +37,7 @@ __all__ = [
     "Schedule",
     "all_sections",
     "as_opts",
+    "changed",
     "changed_keys",
     "check_config",
     "checkpoint_config",
@@ -46,7 +47,6 @@ __all__ = [
     "default_config",
     "everyday_opts",
     "flatten",
-    "given_keys",
     "load_config",
     "merge_opts",
     "model_config",
