@@ -354,8 +354,12 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(tree: ast.Module, path: Path) -> Iterator[str]:
-    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b."""
+    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b, and
+    `import_module("a.b")` does, too."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [node.value for node in node.args if isinstance(node, ast.Constant)]
+            yield from (name for name in names if isinstance(name, str))
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name

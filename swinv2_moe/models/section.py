@@ -203,7 +203,7 @@ TRUNKS: dict[str, type[Trunk]] = {
     "swin_moe": SwinV2Config,
     "timm": TimmConfig,
 }
-# What builds a model, by type; importing swinv2_moe.models.build fills it.
+# What builds a model, by type; the model's file registers it.
 MODELS: dict[str, Callable] = {}
 
 
@@ -225,12 +225,18 @@ def register_model_type(name: str, trunk: type[Trunk]) -> Callable[[Model], Mode
     return register
 
 
+def model_files() -> list[str]:
+    """The modules `NAME_moe` of this package; each registers the model type of its name."""
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return [module.name for module in modules if module.name.endswith("_moe")]
+
+
 @functools.cache
 def import_own_types() -> None:
-    """Import the models if the section of one is in the model's file."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name.endswith("_moe") and module.name not in TRUNKS:
-            importlib.import_module("swinv2_moe.models.build")
+    """Import the models whose section is in the model's own file."""
+    for name in model_files():
+        if name not in TRUNKS:
+            importlib.import_module(f"{__package__}.{name}")
 
 
 def trunk_group(config: CfgNode) -> CfgNode:

@@ -105,6 +105,12 @@ def test_finds_circles_of_imports():
     b, c = ROOT / "a" / "b.py", ROOT / "a" / "c.py"
     trees = {b: ast.parse("if True:\n    from a import c"), c: ast.parse("import a.d")}
     assert circle_of_imports(trees) == []
-    for source in ("from a.b import f", "def f(): import a.b", "if TYPE_CHECKING: import a.b"):
+    call = 'importlib.import_module("a.b")'
+    for source in (
+        "from a.b import f",
+        "def f(): import a.b",
+        "if TYPE_CHECKING: import a.b",
+        call,
+    ):
         trees[c] = ast.parse(source)
         assert set(circle_of_imports(trees)) == {"a.b", "a.c"}
