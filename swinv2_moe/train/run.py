@@ -181,7 +181,7 @@ def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
     run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, config.TRACKER)
+    recorder = Recorder(root, trainer.world, step, run.tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary

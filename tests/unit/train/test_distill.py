@@ -24,7 +24,8 @@ from swinv2_moe.data.classes import match_all
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import bundled
-from swinv2_moe.train import distill, teacher
+from swinv2_moe.start import teacher
+from swinv2_moe.train import distill
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.run import train
