@@ -447,7 +447,7 @@ def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, cl
     ],
 )
 def test_what_cannot_be_used(config_of, weights, tmp_path, monkeypatch, keys, message):
-    monkeypatch.setattr(teacher, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(bundled, "_PACKAGE", "no_such_package")
     keys = {key: str(value).format(weights) for key, value in keys.items()}
     with pytest.raises(UserError, match=message):
         train(config_of("run", keys))
