@@ -2,6 +2,7 @@
 and closed."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,10 @@ from swinv2_moe.train.trial import settle, within_minutes_of
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
 
+PlaceData = Callable[
+    [Data, Distillation | None, AllSections, World], tuple[Data, Distillation | None]
+]
+
 
 def train(
     config: CfgNode,
@@ -59,6 +64,7 @@ def train(
     began: float | None = None,
     check_images: bool = False,
     choice: Choice | None = None,
+    place_data: PlaceData | None = None,
 ) -> dict | None:
     """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
@@ -71,6 +77,7 @@ def train(
         check_images: read every image before the first step and list those that cannot be read.
         choice: whose configuration this is. A new run tries what it leaves open: the size of the
             image (`choose_size`), the batch and the epochs (`settle`).
+        place_data: replaces the loaders, and the teacher's outputs, by others of the same images.
 
     Returns:
         The summary; None if the run was told to stop before its end.
@@ -99,6 +106,8 @@ def train(
         sections, teacher, settled = _settled(config, source, choice, world, phases.began)
         opened = _open_data(sections, world, source, teacher, stack, check_images)
         data, staging, distillation = opened
+        if place_data is not None:
+            data, distillation = place_data(data, distillation, sections, world)
         size = measure_model(sections.model, data.num_classes)
         seed_everything(run.seed)  # the same weights on any number of ranks
         group = expert_group(sections.model.experts, world)
