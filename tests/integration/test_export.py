@@ -423,27 +423,17 @@ BAD_INPUT = {
     "--dtype float16": "--dtype is 'float16' ... onnx takes float32, bfloat16, int8",
     "--format torch --dtype int8": "'int8' ... torch takes float32, bfloat16",
     "--batch-size -1": "--batch-size is -1, it must be at least 0",
-    "--images 0": "--images is 0, it must be at least 1",
     "--capacity-factor nan": "MODEL.MOE.EVAL_CAPACITY_FACTOR ... nan",
     "--batch-size 0": "--batch-size 0 (any) needs --capacity-factor 0 (dropless) ... at 0.75",
     "--batch-size 0 --opts MODEL.MOE.ROUTER expert_choice": (
         "--batch-size 0 (any) ... MODEL.MOE.ROUTER 'expert_choice' ... the number of images"
     ),
-    "--batch-size 0 --opts MODEL.MOE.ROUTER soft": (
-        "--batch-size 0 (any) ... MODEL.MOE.ROUTER 'soft' ... the number of images"
-    ),
     "--capacity-factor 0 --opts MODEL.MOE.ROUTER expert_choice": (
         "--capacity-factor 0: with MODEL.MOE.ROUTER 'expert_choice' ... must not be 0"
     ),
-    "--capacity-factor 1 --opts MODEL.MOE.ROUTER soft": (
-        "--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"
-    ),
     "--resume {root}/dense --capacity-factor 2": "--capacity-factor 2 ... no experts",
-    "--resume {tmp}": "--resume ... holds no checkpoint",
     "--resume {root}/experts/model.safetensors": "its format is None, not",
-    "--opts MODEL.SWINV2.EMBED_DIM 32": "does not fit ... patch_embed.proj.weight",
     "--data {data}": "none of the classes of the data ... 10 in all ... blue, red",
-    "--data {tmp}/none": "DATA.PATH ... none",
     "--opts DATA.DATASET folder DATA.PATH {tmp}/none": "DATA.PATH ... none",
     "--output {root}": "--output ... already exists",
     "--output {root}/experts/meta.json/exported": "--output ... cannot be written",
