@@ -265,7 +265,7 @@ class OnDevice:
         from swinv2_moe.data.datasets import Batch
 
         boxes = self.boxes()
-        indices = torch.tensor(list(self.loader.sampler))
+        indices = torch.tensor(list(self.loader.sampler), device=self.device)
         for chosen in indices.split(self.loader.batch_size):
             if len(chosen) == self.loader.batch_size:
                 images = self.crops(chosen, boxes, self.config)
@@ -291,7 +291,7 @@ class OnDevice:
         is_flipped = flip < augment.hflip
         left = torch.where(is_flipped, left + width, left)
         width = torch.where(is_flipped, -width, width)
-        return torch.stack([left, top, width, height], 1)
+        return torch.stack([left, top, width, height], 1).to(self.device)
 
     def crops(self, chosen: "Tensor", boxes: "Tensor", config: Any) -> "Tensor":
         """The crops of these pictures as an input of `config`: float32 [B, C, S, S], normalised."""
@@ -299,11 +299,11 @@ class OnDevice:
         import torch.nn.functional as F
 
         side = config.img_size
-        left, top, width, height = boxes[chosen].to(self.device).t().unsqueeze(-1)  # [B, 1] each
+        left, top, width, height = boxes[chosen].t().unsqueeze(-1)  # [B, 1] each
         steps = (torch.arange(side, device=self.device) + 0.5) / side
         x = (2 * (left + width * steps) - 1).unsqueeze(1).expand(-1, side, -1)  # [B, S, S]
         y = (2 * (top + height * steps) - 1).unsqueeze(2).expand(-1, -1, side)
-        pictures = self.pictures[chosen.to(self.device)].float() / 255
+        pictures = self.pictures[chosen].float() / 255
         options = {"mode": "bicubic", "padding_mode": "border", "align_corners": False}
         images = F.grid_sample(pictures, torch.stack([x, y], -1), **options).clamp(0, 1)
         mean, std = (
