@@ -214,15 +214,16 @@ class PassGraph:
     computed from them stay as they are.
 
     Args:
-        model: whose pass it is. `last_routing` of its MoE layers describes the last pass.
+        model: whose pass it is. `last_routing` of its MoE layers describes the last pass. None: a
+            program of torch.export.
         run: images [B, C, H, W] -> a tensor.
     """
 
     def __init__(
-        self, model: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device
+        self, model: nn.Module | None, run: Callable[[Tensor], Tensor], device: torch.device
     ) -> None:
         self.run = run
-        self._layers = list(moe_layers(model).values())
+        self._layers = list(moe_layers(model).values()) if model is not None else []
         self._replays = can_replay(model, device)
         self._restore_routing: list[Callable[[], None]] = []
         self._shape: torch.Size | None = None  # of the last pass
@@ -265,11 +266,14 @@ class PassGraph:
         return self._result
 
 
-def can_replay(model: nn.Module, device: torch.device) -> bool:
+def can_replay(model: nn.Module | None, device: torch.device) -> bool:
     """Whether passes of this model can be captured: on a GPU, experts on one rank, not compiled,
-    and no hooks, which a replay would not call."""
+    and no hooks, which a replay would not call. None: a program of torch.export, whose hooks check
+    shapes alone."""
     if device.type != "cuda":
         return False
+    if model is None:
+        return True
     for part in model.modules():
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             return False

@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+import tool_cases
 import torch
 import trainer_cases
 from run_cases import assert_same, copy_of
@@ -377,40 +378,25 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
         ("\xff", "can't decode byte 0xff"),
         ('{"pretrained_cfg": null}', "pretrained_cfg is null"),
         ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a number from 0"),
-        (
-            '{"pretrained_cfg": {"mean": [123.675]}}',
-            "mean/0 is 123.675, it must be a number from 0",
-        ),
         ('{"pretrained_cfg": {"std": [58.4]}}', "std/0 is 58.4, it must be a number from 0.001 to"),
-        (
-            '{"pretrained_cfg": {"std": [1e-320]}}',
-            "std/0 is 1e-320, it must be a number from 0.001",
-        ),
+        ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
         ('{"pretrained_cfg": {"crop_mode": "middle"}}', "crop_mode is 'middle', it must be one of"),
         ('{"pretrained_cfg": {"crop_pct": 0}}', "crop_pct is 0, it must be a number from 0.1"),
-        ("{}", "it has none of architecture, pretrained_cfg, label_names"),
         ('{"model_type": "swin"}', "it has none of architecture, pretrained_cfg, label_names"),
         (None, "No such file"),
-        ('{"pretrained_cfg": {"mean": "0.5"}}', "pretrained_cfg/mean is '0.5'"),
-        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a number from 0.001"),
-        ('{"pretrained_cfg": {"crop_pct": "0.9"}}', "pretrained_cfg/crop_pct is '0.9'"),
-        ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
-        ('{"architecture": "x", "mean": [null]}', "mean/0 is null"),
     ],
 )
-@pytest.mark.parametrize("file", ["", "model.safetensors", "other.pth"])
-def test_settings_beside_weights_that_cannot_be_used(content, says, file, tmp_path):
+def test_settings_beside_weights_that_cannot_be_used(content, says, tmp_path):
     if content is None:
         (tmp_path / "config.json").symlink_to("nowhere")
     else:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(UserError) as caught:
-        initial.settings_of_weights(str(tmp_path / file), 1)
-    message = str(caught.value)
-    assert message.startswith(f"{tmp_path}/config.json: does not describe the weights beside it (")
-    assert says in message
+    for file in ("", "model.safetensors", "other.pth"):
+        message = tool_cases.refusal(initial.settings_of_weights, str(tmp_path / file), 1)
+        assert message.startswith(f"{tmp_path}/config.json: does not describe the weights beside")
+        assert says in message
 
 
 def test_settings_that_may_not_be_read(tmp_path):

@@ -11,6 +11,7 @@ from trainer_cases import SAME_STEPS, make_batch, make_step, make_trainer
 from moe_core import moe_layers, prepared
 from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
+from swinv2_moe.export.programs import load_program, write_program
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train import graph as train_graph
 from swinv2_moe.train import step as train_step
@@ -205,9 +206,13 @@ def captures(replay, monkeypatch):
     return decide
 
 
-def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(captures, tmp_path):
-    """Four epochs, each with its validation."""
-    found = {}
+def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
+    captures, tmp_path, monkeypatch
+):
+    """Four epochs, each with its validation, whose last batch is smaller."""
+    found, steps = {}, []
+    capture = StepGraph._captured
+    monkeypatch.setattr(StepGraph, "_captured", lambda *inputs: steps.append(1) or capture(*inputs))
     for is_captured in (False, True):
         captures(is_captured)
         trainer = make_trainer(0, 1, "MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4")
@@ -223,6 +228,7 @@ def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(captures, tm
         assert (trainer.step.graph is not None and trainer.step.graph.replays) == is_captured
     usual, captured = found.values()
     assert len(usual) == 20
+    assert len(steps) == 1
     # the device clips and updates with other orders of operations
     losses = [torch.tensor([result.loss for result in results]) for results in (usual, captured)]
     torch.testing.assert_close(*losses, **SAME_STEPS)
@@ -261,10 +267,26 @@ def test_a_pass_that_cannot_be_captured_goes_on(captures, caplog):
     assert len(caplog.records) == 1
 
 
+def test_an_exported_program_is_replayed_for_equal_shapes(captures, tmp_path):
+    """To the last bit, read back from its file."""
+    captures(True)
+    model = make_step(0, 1, f"{OPTIONS} MODEL.MOE.EVAL_CAPACITY_FACTOR 1.25").model.eval()
+    images = [batches(10 + number, 1)[0].images[:4] for number in range(6)]
+    with torch.inference_mode():
+        write_program("torch", model, images[0], "float32", False, tmp_path)
+        program = load_program("torch", tmp_path, torch.device("cpu"))
+        usual, runs = program.run, []
+        program.run = lambda batch: runs.append(1) or usual(batch)
+        for batch in images:
+            assert torch.equal(program(batch), usual(batch))
+    assert len(runs) == 4  # the fourth is the capture
+
+
 def test_which_passes_can_be_replayed():
     model = make_step(0, 1, OPTIONS).model
-    assert can_replay(model, torch.device("cuda"))
-    assert not can_replay(model, torch.device("cpu"))
+    for one in (model, None):
+        assert can_replay(one, torch.device("cuda"))
+        assert not can_replay(one, torch.device("cpu"))
     hook = model.head.register_forward_hook(lambda *_: None)
     assert not can_replay(model, torch.device("cuda"))
     hook.remove()
