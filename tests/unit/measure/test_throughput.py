@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from moe_core import MoEConfig, MoELayer, RoutingStats
 from swinv2_moe.errors import UserError
@@ -243,37 +242,6 @@ def test_the_file_holds_every_round(tmp_path):
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
     with pytest.raises(UserError, match=r"--output .*none/t.csv: cannot be written"):
         throughput.write_csv(rows, tmp_path / "none" / "t.csv")
-
-
-@pytest.mark.parametrize("count", [1, 16])
-def test_figure(count, tmp_path):
-    modes = ["inference"] * (count - count // 2) + ["training"] * (count // 2)
-    rows = [
-        row(side(20 + i, 22, 30), side(18, 19 + i, 21), mode, 2 ** (i % 5))
-        for i, mode in enumerate(modes)
-    ]
-    title = "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process"
-    throughput.draw(rows, title, tmp_path / "t.png")
-    with Image.open(tmp_path / "t.png") as image:
-        assert image.format == "PNG"
-        assert image.width >= 130 * (6 if count == 1 else count)
-        assert len(image.convert("RGB").getcolors(2**24)) > 20  # drawn on
-
-
-def test_a_figure_shows_medians_and_ratios(monkeypatch):
-    figures = []
-    monkeypatch.setattr(throughput, "save_png", lambda figure, path: figures.append(figure))
-    rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
-    throughput.draw(rows, "a model", Path("t.png"))
-    inference, training = figures[0].axes
-    # of 8 images: experts, dense
-    assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])
-    assert [bar.get_height() for bar in training.patches] == pytest.approx([2000, 4000])
-    texts = [*inference.texts, *training.texts]
-    bold = [text.get_text() for text in texts if text.get_weight() == "bold"]
-    assert bold == ["0.50", "0.50"]
-    labels = [label.get_text() for label in inference.get_xticklabels()]
-    assert labels == ["batch 8\nfloat32\nf = 1.25"]
 
 
 def test_the_slowest_ranks_time_counts():
