@@ -33,15 +33,15 @@ def weights_of(directory):
 TYPES = (["MODEL.TYPE", "swin_moe"], ["MODEL.TYPE", "swinv2_moe", "MODEL.MOE.OUTPUT_BIAS", "true"])
 
 
-@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
 @pytest.mark.parametrize(
-    ("output", "ranks"),
+    ("opts", "output", "ranks"),
     [
-        ("t.pt", []),
-        ("t.safetensors", []),
-        ("t.pth", ["--ranks", 2]),
-        ("{rank}-of-8.ckpt", ["--ranks", 8]),
-        ("t-{rank}.safetensors", ["--ranks", 4]),
+        (TYPES[0], "t.pt", []),
+        (TYPES[1], "t.pt", []),
+        (TYPES[0], "t.safetensors", []),
+        (TYPES[1], "t.pth", ["--ranks", 2]),
+        (TYPES[0], "{rank}-of-8.ckpt", ["--ranks", 8]),
+        (TYPES[1], "t-{rank}.safetensors", ["--ranks", 4]),
     ],
 )
 def test_tutel_there_and_back(opts, output, ranks, imported, exported, make_checkpoint, tmp_path):
@@ -231,8 +231,9 @@ def test_the_preprocessing_of_dense_weights_is_recorded(convert, cfg, make_confi
     assert meta["class_names"] == list("edcba")
 
 
-@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    ("opts", "suffix"), zip(TYPES, [".pth", ".safetensors"], strict=True), ids=["released", "V2"]
+)
 def test_every_upcycled_expert_is_the_dense_ffn(
     opts, suffix, imported, make_config, load, tmp_path
 ):
@@ -253,8 +254,7 @@ class Group(ExpertGroup):
         self.rank, self.size, self.for_torch_tools = rank, size, False
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("opts", TYPES, ids=["released form", "V2"])
+@pytest.mark.parametrize(("ranks", "opts"), zip([8, 2], TYPES, strict=True), ids=["released", "V2"])
 def test_ranks_upcycle_their_own_part_of_the_same_experts(ranks, opts, make_config, tmp_path):
     file, _ = dense_file(make_config, tmp_path, opts)
     whole = build_model(model_config(make_config(*opts)), 5)

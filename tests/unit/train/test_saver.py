@@ -16,7 +16,6 @@ from swinv2_moe.checkpoints.checkpoint import (
     find_checkpoint,
     open_checkpoint,
     read_section,
-    write_meta,
 )
 from swinv2_moe.checkpoints.saver import Saver, StagingBuffers
 from swinv2_moe.errors import UserError
@@ -230,15 +229,6 @@ def test_two_runs_of_the_same_length_set_aside(begin):
         write(trainer, saver)
         saver_of(trainer, saver.root, print_line=lambda line: None)
         assert (saver.root / name).is_dir()
-
-
-def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
-    trainer, saver, _ = begin()
-    write(trainer, saver)
-    source = open_checkpoint(saver.root / "latest")
-    write_meta(source.directory, source.meta | {"training": None})
-    with pytest.raises(UserError, match=r"holds only weights.*MODEL\.PRETRAINED"):
-        make_trainer().resume(open_checkpoint(source.directory))
 
 
 def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch, capsys):
