@@ -26,7 +26,7 @@ from yacs.config import CfgNode
 
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import all_sections
-from swinv2_moe.measure.configurations import Combination, Options, Plan, combinations
+from swinv2_moe.measure.configurations import Combination, Plan, SpeedOptions, combinations
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
 from swinv2_moe.measure.throughput import (
     Row,
@@ -89,7 +89,7 @@ def plans(args: argparse.Namespace) -> Iterator[Plan]:
         if args.graph and mode == "inference":
             batches = SMALL_BATCHES
         sizes = tuple(args.batch_sizes or batches)
-        options = Options((mode,), sizes, tuple(args.dtypes), rounds=args.rounds)
+        options = SpeedOptions((mode,), sizes, tuple(args.dtypes), rounds=args.rounds)
         yield combinations(args.cfg or CONFIGS[args.device], opts, options)
 
 

@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def table_of(plan: list[cluster.Prediction], machine: Machine, user_gpus: int) -> Table:
+def table_of(plan: list[cluster.StepPrediction], machine: Machine, user_gpus: int) -> Table:
     """The predictions, with the user's cluster in bold."""
     columns = ["GPUs", "nodes", "step, ms", "images/s", "all-to-all"]
     table = number_table(
@@ -90,7 +90,7 @@ def table_of(plan: list[cluster.Prediction], machine: Machine, user_gpus: int) -
     return table
 
 
-def cells_of(row: cluster.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+def cells_of(row: cluster.StepPrediction, machine: Machine, user_gpus: int) -> list[str]:
     gpus = f"{row.gpus:,}"
     if row.gpus == user_gpus:
         gpus = f"* {gpus}"
@@ -118,14 +118,14 @@ def plan_steps(
     batch_size, where = args.batch_size or config.DATA.BATCH_SIZE, "per GPU"
     if config.DATA.GLOBAL_BATCH_SIZE and not args.batch_size:
         batch_size, where = config.DATA.GLOBAL_BATCH_SIZE, "per step over all GPUs"
-    model = cluster.describe(model_config(config))
+    model = cluster.count_model(model_config(config))
     user_gpus = args.nodes * args.gpus_per_node
     plan, notes = [], []
     for gpus in cluster.scales(args.gpus_per_node, user_gpus):
         try:
             per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
             plan.append(
-                cluster.predict(model, training, machine, gpus, args.gpus_per_node, per_gpu)
+                cluster.predict_step(model, training, machine, gpus, args.gpus_per_node, per_gpu)
             )
         except (UserError, ValueError) as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")

@@ -26,14 +26,14 @@ from swinv2_moe.commands.options import (
     add_opts_argument,
     output_directory,
 )
-from swinv2_moe.measure.configurations import DTYPES, PASSES, SWITCH, Options, combinations
+from swinv2_moe.measure.configurations import DTYPES, PASSES, SWITCH, SpeedOptions, combinations
 from swinv2_moe.measure.spread import latencies, median_and_spread
 from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.throughput import Row, Side
 
-DEFAULT = Options()
+DEFAULT = SpeedOptions()
 
 
 def parse() -> argparse.Namespace:
@@ -139,7 +139,7 @@ def _digits(value: float) -> int:
 
 def main() -> None:
     args = parse()
-    options = Options(
+    options = SpeedOptions(
         tuple(args.mode),
         tuple(args.batch_sizes),
         tuple(args.dtypes),

@@ -169,7 +169,7 @@ def evaluate_checkpoint(
     return results
 
 
-def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
+def accuracy_of(predictions: Predictions, class_names: Sequence[str]) -> dict:
     """Accuracy, mean confidence and calibration in percent, and the mean cross-entropy.
 
     `balanced_accuracy` and `macro_f1` are means over classes, in which each class counts the same:
@@ -283,7 +283,7 @@ class _Pass(NamedTuple):
     by_layer: dict[str, float]
 
     def measured(self, class_names: Sequence[str]) -> dict:
-        return measure(self.predictions, class_names) | {"dropped_share": self.dropped_share}
+        return accuracy_of(self.predictions, class_names) | {"dropped_share": self.dropped_share}
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """One row of the plan."""
 
     gpus: int
@@ -117,7 +117,7 @@ class Prediction:
         return self.parts["all-to-all"] / self.step
 
 
-def describe(config: ModelConfig) -> Model:
+def count_model(config: ModelConfig) -> Model:
     """Count the configured model on the meta device, which needs no memory and takes a few
     seconds."""
     classes = config.num_classes or ASSUMED_CLASSES
@@ -232,7 +232,7 @@ def scales(gpus_per_node: int, gpus: int) -> list[int]:
     return sorted(sizes)
 
 
-def predict(
+def predict_step(
     model: Model,
     config: TrainConfig,
     machine: Machine,
@@ -240,7 +240,7 @@ def predict(
     gpus_per_node: int,
     batch_size: int,
     strategy: ParallelStrategy | None = None,
-) -> Prediction:
+) -> StepPrediction:
     """Predict one optimiser step with `batch_size` images per GPU and forward pass.
 
     Args:
@@ -302,7 +302,7 @@ def predict(
         memory += 4 * model.trunk_parameters  # DistributedDataParallel's buckets
     memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
     nodes, images = math.ceil(gpus / gpus_per_node), repeats * batch_size * gpus
-    return Prediction(gpus, nodes, strategy, parts, images, memory)
+    return StepPrediction(gpus, nodes, strategy, parts, images, memory)
 
 
 def _trunk_seconds(

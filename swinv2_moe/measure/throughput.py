@@ -391,7 +391,7 @@ def protocol(row: Row, warmup: int) -> list[str]:
     ]
 
 
-def record(row: Row) -> dict[str, object]:
+def columns_of(row: Row) -> dict[str, object]:
     """A row as flat columns: all figures, and the milliseconds of each round."""
     columns: dict[str, object] = {"run": row.product.run, **row.combination._asdict()}
     columns |= {"ranks": row.ranks, "rounds": len(row.product)}
@@ -426,7 +426,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Raises:
     UserError: the file cannot be written.
     """
-    records = [record(row) for row in rows]
+    records = [columns_of(row) for row in rows]
     text = csv_text([list(records[0])] + [list(values.values()) for values in records])
     try:
         path.write_text(text, encoding="utf-8")

@@ -23,14 +23,14 @@ _counted = {}
 def plan(monkeypatch, capsys):
     """`plan(*arguments)` -> status, output, errors. Models are counted once: it takes most of the
     time."""
-    describe = cluster.describe
+    describe = cluster.count_model
 
     def describe_once(config):
         if repr(config) not in _counted:
             _counted[repr(config)] = describe(config)
         return _counted[repr(config)]
 
-    monkeypatch.setattr(cluster, "describe", describe_once)
+    monkeypatch.setattr(cluster, "count_model", describe_once)
     return command("plan_cluster", monkeypatch, capsys)
 
 
@@ -165,14 +165,14 @@ def test_scales():
 
 def test_memory_is_sharded_and_recomputation_saves_activations():
     config = load_config(QUICKSTART)
-    machine, model = PROFILES["h100"], cluster.describe(model_config(config))
+    machine, model = PROFILES["h100"], cluster.count_model(model_config(config))
     training = train_config(config)
-    one, eight = (cluster.predict(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
+    one, eight = (cluster.predict_step(model, training, machine, gpus, 8, 64) for gpus in (1, 8))
     assert one.memory > eight.memory > 16 * (model.trunk_parameters + model.expert_parameters / 8)
     less = load_config(QUICKSTART, ["TRAIN.USE_CHECKPOINT", "true"])
-    recomputing = cluster.describe(model_config(less))
+    recomputing = cluster.count_model(model_config(less))
     assert recomputing.kept < model.kept == model.activations == recomputing.activations
-    slower = cluster.predict(recomputing, train_config(less), machine, 1, 8, 64)
+    slower = cluster.predict_step(recomputing, train_config(less), machine, 1, 8, 64)
     assert slower.memory < one.memory
     assert slower.step > one.step
 
@@ -192,9 +192,11 @@ def test_published_images_per_second(monkeypatch):
     for name, file in (("dense", "dense"), ("MoE", "32expert")):
         file = ROOT / "configs" / "in22k" / f"swin_moe_base_window12_192_{file}.yaml"
         config = load_config(file, ["TRAIN.ACCUMULATION_STEPS", "1"])
-        model = cluster.describe(model_config(config))
+        model = cluster.count_model(model_config(config))
         for gpus in (8, 32, 128):
-            found = cluster.predict(model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128)
+            found = cluster.predict_step(
+                model, train_config(config), PROFILES["a100-hdr"], gpus, 8, 128
+            )
             published, predicted = map(float, stated[name, f"{gpus} GPUs"])
             assert found.images / found.step / gpus == pytest.approx(predicted, abs=0.51)
             assert predicted == pytest.approx(published, rel=0.15)

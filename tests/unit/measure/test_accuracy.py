@@ -9,8 +9,8 @@ from sklearn.metrics import f1_score, recall_score
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import (
     RoutingOptions,
+    accuracy_of,
     calibration_error,
-    measure,
     reliability,
 )
 from swinv2_moe.train.evaluation import Predictions
@@ -76,7 +76,7 @@ def test_the_calibration_error_by_hand():
 def test_overall_and_by_class():
     targets, predicted = np.array([0, 0, 0, 2, 2, 5]), np.array([0, 1, 0, 2, 1, 0])
     ranks, confidence = np.array([0, 4, 0, 0, 1, 5]), np.full(6, 0.5)
-    found = measure(
+    found = accuracy_of(
         Predictions(targets, predicted, ranks, confidence, np.arange(6.0), np.arange(6)),
         list("abcdef"),
     )
@@ -104,7 +104,7 @@ def test_overall_and_by_class():
 
 
 def test_top5_of_five_classes_says_nothing():
-    found = measure(
+    found = accuracy_of(
         Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2), np.arange(2)),
         list("abcde"),
     )
