@@ -189,8 +189,8 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
 def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
-    run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, run.tracker)
+    tracker, step = trainer.config.run.tracker, trainer.progress.step
+    recorder = Recorder(root, trainer.world, step, tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary
