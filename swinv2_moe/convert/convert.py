@@ -4,7 +4,6 @@ Everything is checked before a file is written.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 
@@ -100,7 +99,6 @@ def import_weights(
     output: Path,
     config: CfgNode | None = None,
     class_names: list[str] | None = None,
-    noise: float = 0.0,
     opts: Sequence[str] = (),
 ) -> list[str]:
     """Write the checkpoint directory `output` from a file of weights, or from files of ranks.
@@ -112,7 +110,6 @@ def import_weights(
             the tensors of vmoe.
         class_names: names in the order of the classifier's outputs; None: the names in the file, if
             any.
-        noise: noise on upcycled experts (see `load_dense`); its seed is config.SEED.
         opts: for vmoe, KEY VALUE pairs of the configuration.
 
     Returns:
@@ -122,8 +119,6 @@ def import_weights(
         UserError: input that cannot be used or does not fit the model; nothing is written.
     """
     check_new(output)
-    if not 0 <= noise < math.inf:
-        raise UserError(f"--noise is {noise}, it must be finite and not negative")
     step = 0
     notes: list[str] = []
     if kind == "single":
@@ -154,7 +149,7 @@ def import_weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # for the routers' initial values
             model = build_model(section, num_classes)
-        load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
+        load_dense(model, source, upcycle=True)
         tensors = model.state_dict()
     else:
         section = model_config(config)

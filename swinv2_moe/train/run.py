@@ -45,7 +45,7 @@ from swinv2_moe.train.run_report import (
     summarize,
 )
 from swinv2_moe.train.teacher import Teacher, open_teacher
-from swinv2_moe.train.trackers import check_tracker, load_mllogger
+from swinv2_moe.train.trackers import check_tracker
 from swinv2_moe.train.trial import settle, within_minutes_of
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
@@ -90,7 +90,7 @@ def train(
     ):
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
-        world.on_every_rank(lambda: _check_packages(run.event_log, run.tracker, world))
+        world.on_every_rank(lambda: check_tracker(run.tracker if world.is_main else ""))
         config = resolve_batch_size(config, world.size)
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
@@ -196,7 +196,7 @@ def _load_pretrained(
 ) -> Data:
     """Load MODEL.PRETRAINED, if given, and with TRAIN.PROBE the classifier of the frozen features:
     `first`, or if that is None one of the training images. Returns the data with messages."""
-    notes = load_pretrained(sections.model, model, world, sections.run.seed, data.class_names)
+    notes = load_pretrained(sections.model, model, world, data.class_names)
     if sections.train.probe:
         if first is None:
             sources = Sources(
@@ -230,7 +230,7 @@ def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
     run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, run.event_log, run.tracker)
+    recorder = Recorder(root, trainer.world, step, run.tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary
@@ -267,14 +267,6 @@ def _record_end(
 def _stopped(trainer: Trainer, resume_command: str) -> str:
     step = trainer.progress.step
     return f"{trainer.stopped_by}: stopped after step {step}; to continue: {resume_command}"
-
-
-def _check_packages(event_log: bool, tracker: str, world: World) -> None:
-    """Raise UserError if an optional package that these keys need is missing."""
-    if event_log:
-        load_mllogger()
-    if world.is_main:
-        check_tracker(tracker)
 
 
 def _note_on_groups(trainer: Trainer) -> list[str]:

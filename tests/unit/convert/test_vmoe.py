@@ -348,8 +348,6 @@ def test_models_that_are_no_v_moe_are_named() -> None:
 def test_options_of_other_kinds_are_refused(convert, tmp_path) -> None:
     finished = convert("import", "vmoe", SMALL, "--cfg", "x.yaml", "--output", tmp_path / "new")
     assert_refused(finished, "--cfg x.yaml", "--opts")
-    finished = convert("import", "vmoe", SMALL, "--noise", "1", "--output", tmp_path / "new")
-    assert_refused(finished, "--noise 1.0")
     tensors = read_vmoe(SMALL)
     for name, args, fragment in (
         ("vit_base_patch16_224", "embed_dim=24 representation_size=16", "must be the width"),

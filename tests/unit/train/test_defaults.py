@@ -247,12 +247,6 @@ def test_three_pictures(tmp_path):
     assert "hold a single image: dog" in message(write(tmp_path / "flat", {"cat": 2, "dog": 1}))
 
 
-def test_an_empty_class_folder(tmp_path):
-    assert "1 of 2 class folders hold no image: dog" in message(
-        write(tmp_path, {"cat": 5, "dog": 0})
-    )
-
-
 def test_pictures_that_cannot_be_read(tmp_path):
     write(tmp_path, {"cat": 10, "dog": 10})
     broken = tmp_path / "cat" / "5.png"
@@ -300,20 +294,8 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert "3.png (not a regular file)" in message(tmp_path)
 
 
-def test_pictures_without_class_folders(tmp_path):
-    write(tmp_path, {"photos": 3})
-    tmp_path = tmp_path / "photos"
-    assert "move those of each class into a folder with its name" in message(tmp_path)
-
-
 def test_another_dataset_needs_a_configuration(tmp_path):
     assert "without --cfg" in message(tmp_path, "DATA.DATASET", "shards")
-
-
-def test_no_such_folder_and_a_file(tmp_path):
-    assert "no such directory" in message(tmp_path / "none")
-    (tmp_path / "file").touch()
-    assert "a file, it must be a directory" in message(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,13 @@ from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import all_sections, load_config, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
+from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import (
     LossScaler,
-    build_autocast,
     build_optimizer,
     build_schedule,
     scaled_learning_rate,
-    without_slow_amp,
 )
 from swinv2_moe.train.run import train
 
