@@ -246,8 +246,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.command == "import":
         names = class_names(args.class_names)
         output = Path(args.output)
-        source = Path(args.source)
-        notes = import_weights(args.kind, source, output, config, names, args.opts)
+        notes = import_weights(args.kind, Path(args.source), output, config, names, args.opts)
         print_lines(
             *notes,
             *written([output]),

@@ -120,7 +120,7 @@ def test_a_run_begins_from_it_at_another_size(convert, tmp_path) -> None:
     opts += ["MODEL.MOE.NUM_EXPERTS", "4", "MODEL.MOE.BLOCKS", "[[1,3]]"]
     section = model_config(load_config(None, [*opts, "MODEL.CLASS_MAP", "new"]))
     model = build_model(section, 3)
-    load_pretrained(section, model, World(0, 1, torch.device("cpu")), 0, ["x", "y", "z"])
+    load_pretrained(section, model, World(0, 1, torch.device("cpu")), ["x", "y", "z"])
     source, state = model_of().float().state_dict(), model.state_dict()
     same = {key for key in state if state[key].shape == source[key].shape}
     assert state.keys() - same == {"pos_embed", "head.weight", "head.bias"}
