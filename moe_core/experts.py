@@ -172,7 +172,7 @@ class Experts(nn.Module):
         """
         parameters = self.parameters_by_field
         used = self.averaged(parameters)
-        if not self._copies.active:
+        if self._copies.values is None:
             return used if gather is None else used.map(gather)
         w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
@@ -258,9 +258,10 @@ class Experts(nn.Module):
         """
         x = x.to(expert_dtype(x))
         config = self.config
+        is_prepared = self._copies.values is not None
         if weights is not None:
             used = weights()
-        elif plan is not None and self._copies.active and self._prefers_parameters(x, plan):
+        elif is_prepared and plan is not None and self._prefers_parameters(x, plan):
             used = self.parameters_by_field
         else:
             used = self.weights(x.dtype)

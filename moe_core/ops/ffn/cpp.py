@@ -21,6 +21,7 @@ from moe_core.ops.ffn.inputs import (
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
+    in_fp32,
     library,
     packed_dtype,
 )
@@ -131,7 +132,7 @@ class _CppCall:
             inputs = _with_used_experts(inputs, self.unused_experts)
         dtype = product_dtype(inputs.tokens.dtype, self.kernels)
         matrices = {name: _readable(getattr(inputs, name)) for name in ("w1", "w2", "w3")}
-        numbers = {name: _in_fp32(getattr(inputs, name)) for name in ("gates", "b1", "b2", "b3")}
+        numbers = {name: in_fp32(getattr(inputs, name)) for name in ("gates", "b1", "b2", "b3")}
         self.tokens = inputs.tokens.to(dtype).contiguous()
         self.tensors = {
             "tokens": self.tokens,
@@ -226,10 +227,3 @@ def _with_used_experts(inputs: MoEFFNInputs, unused: list[int]) -> MoEFFNInputs:
 
     weights = inputs.weights.map(select)
     return inputs._replace(**weights._asdict(), offsets=inputs.offsets[used])
-
-
-def _in_fp32(numbers: Tensor | None) -> Tensor | None:
-    """Gates, or a bias of any dtype."""
-    if numbers is None:
-        return None
-    return numbers.float().contiguous()

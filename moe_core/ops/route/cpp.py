@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_core.context import without_autocast
 from moe_core.ops.backend import KERNEL_LOSSES
 from moe_core.ops.buffers import empty
-from moe_core.ops.native.library import call
+from moe_core.ops.native.library import call, in_fp32
 from moe_core.ops.route.inputs import RouteGradients, RouteSettings, SavedRoute
 
 
@@ -43,7 +43,7 @@ def forward(
     scores = None
     if settings.activation == "sigmoid" and settings.normalize:
         scores = torch.empty_like(gates)
-    tensors = (_ready(logits), _ready(noise), ids, gates, scores, probs, sums)
+    tensors = (in_fp32(logits), in_fp32(noise), ids, gates, scores, probs, sums)
     sizes = (num_tokens, num_experts, top_k)
     call("route_forward", tensors, (*sizes, *_numbers(settings)), settings.kernels)
     inputs = x.new_empty(0) if cast_to is None else x.to(cast_to)
@@ -68,7 +68,7 @@ def backward(
         grad_sums = None
     grad = empty(probs.shape, probs.dtype, probs.device)
     kept = scores if scores.numel() else None
-    inputs = map(_ready, (logits, noise, grads.gates, grads.probs, grad_sums))
+    inputs = map(in_fp32, (logits, noise, grads.gates, grads.probs, grad_sums))
     tensors = (ids, gates, kept, probs, *inputs, grad)
     sizes = (*probs.shape, ids.shape[1])
     call("route_backward", tensors, (*sizes, *_numbers(settings)), settings.kernels)
@@ -92,9 +92,3 @@ def _numbers(settings: RouteSettings) -> tuple[int | float, ...]:
         float(settings.noise_std),
         float(settings.loss_noise_std),
     )
-
-
-def _ready(x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return None
-    return x.float().contiguous()
