@@ -1,7 +1,7 @@
 # GPU image with the versions of constraints.txt. The host brings only a driver and the NVIDIA Container Toolkit: torch's own
 # wheels carry CUDA, so a plain Python base is the smallest there is.
 #
-#   docker build -t swinv2-moe:0.1.0 -t swinv2-moe .
+#   docker build -t swinv2-moe:1.0.0 -t swinv2-moe .
 #   docker run --rm --gpus all --shm-size 8g --cap-drop ALL --security-opt no-new-privileges \
 #     --user "$(id -u):$(id -g)" -v "$PWD/output:/app/output" swinv2-moe
 #   docker run ... swinv2-moe torchrun --nproc_per_node 8 -m swinv2_moe train --cfg ...
@@ -12,7 +12,7 @@ FROM python:3.12.12-slim-trixie
 
 LABEL org.opencontainers.image.title="swinv2-moe" \
       org.opencontainers.image.description="SwinV2-MoE vision training" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="1.0.0" \
       org.opencontainers.image.licenses="MIT"
 
 # g++: torch.compile and Triton build host code at run time. No version: Debian drops old ones, and the build would break.

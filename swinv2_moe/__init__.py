@@ -32,6 +32,8 @@ else:
         return importlib.import_module("swinv2_moe.models").add_experts
 
 
+__version__ = "1.0.0"
+
 __all__ = ["add_experts", "fit", "fit_detector", "load"]
 
 

@@ -17,12 +17,12 @@ import runpy
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 
 import argcomplete
 
+from swinv2_moe import __version__
 from swinv2_moe.output import print_lines
 from swinv2_moe.threads import choose_threads, limit_spinning
 
@@ -106,7 +106,7 @@ def main() -> None:
         print_lines(*overview().split("\n"))
         return
     if words[0] == "--version":
-        print_lines(f"swinv2-moe {version('swinv2-moe')}")
+        print_lines(f"swinv2-moe {__version__}")
         return
     if words == ["more"]:
         print_lines(*more().split("\n"))

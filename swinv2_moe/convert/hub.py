@@ -14,6 +14,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from moe_core.files import fsync, publish_directory
+from swinv2_moe import __version__
 from swinv2_moe.checkpoints.checkpoint import (
     Checkpoint,
     check_network,
@@ -41,6 +42,7 @@ _CARD = """\
 
 {model}; {parameters:,.2f}M parameters, {macs:,.1f}M MACs for an image of {size} x {size} pixels.
 Data set: {data_set} ({classes:,} classes); name the images here. Accuracy: {accuracy}.
+Written by swinv2-moe {version}.
 
 ```python
 import timm
@@ -123,6 +125,7 @@ def _card(source: Checkpoint, model: ModelConfig, data_set: str, num_classes: in
         data_set=data_set,
         accuracy=accuracy,
         module=module,
+        version=__version__,
     )
 
 

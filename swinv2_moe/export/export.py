@@ -35,6 +35,7 @@ from swinv2_moe.export.comparison import (
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.section import ExpertsConfig
+from swinv2_moe.train.graph import PassGraph
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
 # with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding
@@ -49,7 +50,7 @@ Timer = Callable[[dict[str, Callable[[], object]]], Mapping[str, Sequence[float]
 
 
 @dataclass(frozen=True)
-class Choices:
+class ExportOptions:
     """Options of an export.
 
     Raises:
@@ -89,7 +90,7 @@ class Choices:
 def export_model(
     resume: str,
     output: Path,
-    choices: Choices = Choices(),
+    choices: ExportOptions = ExportOptions(),
     data: str | None = None,
     dataset: str | None = None,
     opts: Sequence[str] = (),
@@ -150,7 +151,7 @@ class _Task:
     kind: str
     model: MoEModel
     device: torch.device
-    choices: Choices
+    choices: ExportOptions
     batches: Batches
     directory: Path
 
@@ -167,17 +168,17 @@ class _Task:
 
     def examine(self, timer: Timer | None) -> dict:
         """Compare the program, read back from its file, with the model; entries of model.json."""
-        program = programs.load_program(self.kind, self.directory)
+        fixed_on = self.device if self.choices.batch_size else None
+        program = programs.load_program(self.kind, self.directory, fixed_on)
         comparison = compare(self.model, program, self.batches, self.device)
         check_agreement(self.kind, self.choices.dtype, comparison)
         entries = asdict(comparison)
         if timer is not None:
             example, _ = next(self.batches())
             images = example.to(self.device)
+            model = PassGraph(self.model, self.model, self.device)  # as predict runs it
             with torch.inference_mode():
-                times = timer(
-                    {"model": lambda: self.model(images), "program": lambda: program(images)}
-                )
+                times = timer({"model": lambda: model(images), "program": lambda: program(images)})
             entries["timed_batch"] = len(images)
             entries["milliseconds"] = {name: list(rounds) for name, rounds in times.items()}
         return entries
@@ -205,7 +206,7 @@ def check_agreement(kind: str, dtype: str, comparison: Comparison) -> None:
         )
 
 
-def _with_batch_size(experts: ExpertsConfig, choices: Choices) -> Choices:
+def _with_batch_size(experts: ExpertsConfig, choices: ExportOptions) -> ExportOptions:
     """The choices with a number as batch size.
 
     Raises:
@@ -238,7 +239,7 @@ def _with_batch_size(experts: ExpertsConfig, choices: Choices) -> Choices:
 
 
 def _batches(
-    deployed: Deployed, choices: Choices, is_chosen: bool
+    deployed: Deployed, choices: ExportOptions, is_chosen: bool
 ) -> tuple[Batches, dict[str, str | None]]:
     """The batches of the comparison, and entries of model.json about them.
 
@@ -261,7 +262,7 @@ def _batches(
     return validation_batches(data, sources.val, choices.images, batch_size), facts
 
 
-def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
+def _facts(deployed: Deployed, class_names: list[str], choices: ExportOptions) -> dict:
     """Entries of model.json about input, output, preprocessing and checkpoint."""
     data, experts = deployed.data, deployed.model_config.experts
     batch = choices.batch_size or None

@@ -1,12 +1,13 @@
 """Load weights into a model: weights that match exactly, dense weights into a model with experts,
 and a classifier into a model with other classes."""
 
-import hashlib
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from moe_core import ExpertShard, MoELayer, moe_layers
@@ -98,8 +99,6 @@ def load_dense(
     model: MoEModel,
     source: str | Path | dict[str, Tensor],
     upcycle: bool = False,
-    noise: float = 0.0,
-    seed: int = 0,
     fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda dense: dense,
 ) -> list[str]:
     """Load dense weights (a dict, .safetensors or .pth) into a model with experts.
@@ -110,9 +109,6 @@ def load_dense(
     upcycling, arXiv 2212.05055.
 
     Args:
-        noise: std of the noise added to each expert's two weights, in units of the dense weight's
-            std. It depends on `seed`, the layer and the expert's number, so that it is the same on
-            any number of ranks.
         fit: changes the weights, under timm's names, before they are compared with the model's.
 
     Returns:
@@ -148,11 +144,6 @@ def load_dense(
             dense[key] = expected[key]
     _check_fit(model, dense, name)
     model.load_state_dict(dense)
-    for layer_name, layer in layers.items():
-        prefix = f"{layer_name}.experts."
-        expert = {k.removeprefix(prefix): t for k, t in ffns.items() if k.startswith(prefix)}
-        if upcycle and noise:
-            add_noise(layer, expert, noise, f"{seed} {prefix}")
     return kept
 
 
@@ -263,30 +254,23 @@ def upcycle_layer(layer: MoELayer, expert: Mapping[str, Tensor]) -> None:
         layer.experts.get_parameter(name).copy_(_to_experts(tensor, layer.shard))
 
 
-@torch.no_grad()
-def add_noise(layer: MoELayer, expert: Mapping[str, Tensor], noise: float, seed: str) -> None:
-    """Add noise to the weights [E, H, M], or [E, H/s, M] where s ranks share an expert.
-
-    The noise is drawn for one full expert at a time, so that it does not depend on s.
-
-    Args:
-        expert: the tensors that the experts are copies of.
-        noise: its standard deviation, in units of that of the copied weight.
-        seed: it depends on this, the name of the weight and the expert's number.
-    """
-    shard = layer.shard
-    for name, tensor in expert.items():
-        if not name.startswith("w"):
-            continue
-        std = noise * tensor.std().item()
-        weight = layer.experts.get_parameter(name)
-        shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
-        for e, one in enumerate(weight):
-            words = f"{seed}{name} {shard.first_expert + e}"
-            digest = hashlib.sha256(words.encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            drawn = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)
-            one.add_(drawn[shard.part].to(one), alpha=std)
+def _resampled(
+    tensors: dict[str, Tensor], expected: dict[str, Tensor], patch_embed: object
+) -> dict[str, Tensor]:
+    """With position embeddings [1, N, M] of the model's number of patches, as timm resamples them,
+    where a checkpoint has those of another one."""
+    positions, target = tensors.get("pos_embed"), expected.get("pos_embed")
+    grid = getattr(patch_embed, "grid_size", None)
+    if positions is None or target is None or grid is None or positions.ndim != 3:
+        return tensors
+    if positions.shape == target.shape or positions.shape[2:] != target.shape[2:]:
+        return tensors
+    prefix = target.shape[1] - math.prod(grid)
+    patches = positions.shape[1] - prefix
+    if prefix < 0 or patches < 1 or math.isqrt(patches) ** 2 != patches:
+        return tensors  # the comparison of shapes names them
+    resampled = resample_abs_pos_embed(positions, list(grid), num_prefix_tokens=prefix)
+    return tensors | {"pos_embed": resampled}
 
 
 def fit_head(
@@ -296,9 +280,10 @@ def fit_head(
     rows: Sequence[int] | None = None,
     num_names: int = 0,
 ) -> dict[str, Tensor]:
-    """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say.
+    """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say, and resample a
+    ViT's position embeddings for images of another size.
 
-    Without either the tensors are returned unchanged.
+    Without any of these the tensors are returned unchanged.
 
     Args:
         model: the source of the rows that the pretrained head does not have.
@@ -310,6 +295,7 @@ def fit_head(
         UserError: the class map or the names do not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
+    tensors = _resampled(tensors, expected, getattr(model, "patch_embed", None))
     if config.class_map == "new":
         return tensors | {name: expected[name] for name in names}
     has_map = config.class_map or rows is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from swinv2_moe import __version__
 from swinv2_moe.commands import COMMANDS, GROUPS, LEFT, main
 from swinv2_moe.commands.call import command_line
 from swinv2_moe.commands.options import split_pairs
@@ -100,7 +101,7 @@ def test_the_overview_and_more_list_every_command(swinv2_moe):
             assert (line in out, line in others) == (name in in_sight, name not in in_sight)
             assert text in (out if name in in_sight else others)
         assert max(map(len, (out + others).splitlines())) <= 80
-    assert swinv2_moe("--version")[1].startswith("swinv2-moe ")
+    assert swinv2_moe("--version")[1] == f"swinv2-moe {__version__}\n"
 
 
 def test_an_unknown_command(swinv2_moe):

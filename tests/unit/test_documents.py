@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from setuptools.config.pyprojecttoml import read_configuration
+
+from swinv2_moe import __version__
+from swinv2_moe.commands import LEFT
+from swinv2_moe.config import load
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), ROOT / "data" / "README.md", *ROOT.glob("docs/**/*.md")])
@@ -154,3 +159,27 @@ def test_figures_of_models_and_speed_are_in_the_documents(name):
         for column in ("top1", "to_dense", "samples_per_sec", "dense_samples_per_sec"):
             value = row.get(column)
             assert not value or value in known, row
+
+
+def test_there_is_one_version():
+    """The wheel has that of the package, and what names one names it."""
+    assert read_configuration(ROOT / "pyproject.toml")["project"]["version"] == __version__
+    changes = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert changes[:2] == ["Unreleased", __version__]
+    card = (ROOT / "swinv2_moe" / "models" / "bundled" / "tiny.md").read_text()
+    assert f"| swinv2-moe {__version__} |" in card
+    for name in ("Dockerfile", "examples/kubernetes/train.yaml", "docs/how-to/clusters.md"):
+        text = (ROOT / name).read_text()
+        versions = re.findall(r"swinv2-moe:([\d.]*\d)|image.version=\"([^\"]+)", text)
+        assert {"".join(version) for version in versions} == {__version__}, name
+
+
+def test_the_changes_of_a_version_are_short():
+    _, *versions = re.split(r"^## \[\d", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert all(text.count("\n") <= 40 for text in versions)
+
+
+def test_the_upgrade_notes_name_what_left():
+    notes = (ROOT / "docs" / "reference" / "upgrade.md").read_text()
+    for name in [*load._LEFT, *(f"swinv2-moe {command}" for command in LEFT)]:
+        assert f"`{name}`" in notes

@@ -26,7 +26,8 @@ from swinv2_moe.data.prepare.shard_jobs import (
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.files import make_directory, new_file, only_process
+from swinv2_moe.files import make_directory, new_file
+from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 _QUALITY = 90  # quality of images that are stored smaller
@@ -38,7 +39,7 @@ _KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 
 
 @dataclass(frozen=True)
-class Options:
+class ShardOptions:
     """Options for making shards.
 
     Args:
@@ -58,7 +59,7 @@ class Options:
     max_pixels: int = MAX_PIXELS
 
 
-def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
+def make_shards(sources: Sources, output: str, options: ShardOptions, workers: int) -> dict:
     """Write the images of both splits to shards in `output`, or continue an interrupted call.
 
     Images that are missing or empty are omitted; so are broken images, if images are decoded.
@@ -72,7 +73,7 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
     """
     _require_webdataset()
     make_directory(output)
-    with only_process(output):
+    with lock(output):
         writers = {split: _Writer(getattr(sources, split), output, options) for split in SPLITS}
         asked = {"command": "make"} | asdict(options)
         for split, writer in writers.items():
@@ -132,7 +133,7 @@ def _images_per_shard(output: str, split: str, plan: dict) -> int:
 class _Writer:
     """Writes the shards of one split."""
 
-    def __init__(self, source: Source, output: str, options: Options):
+    def __init__(self, source: Source, output: str, options: ShardOptions):
         self.source = source
         self.output = output
         self.options = options

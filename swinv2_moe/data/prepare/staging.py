@@ -26,11 +26,12 @@ from swinv2_moe.data.shards import (
     read_index,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import make_directory, new_file, only_process, read_bounded, write_json
+from swinv2_moe.files import make_directory, new_file, read_bounded, write_json
+from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 if TYPE_CHECKING:  # it imports torch
-    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 
 _CHUNK = 4 << 20  # bytes per read
 
@@ -53,7 +54,7 @@ def stage(
     target: str,
     workers: int = 4,
     trust: bool = False,
-    exchange: "Exchange | None" = None,
+    exchange: "ShardExchange | None" = None,
 ) -> Staged:
     """Copy the finished shards in `source` to the directory `target`, or continue an interrupted
     call.
@@ -92,7 +93,7 @@ class Stager:
         target: str,
         workers: int = 4,
         trust: bool = False,
-        exchange: "Exchange | None" = None,
+        exchange: "ShardExchange | None" = None,
     ) -> None:
         self.source = source
         self.target = target
@@ -211,7 +212,7 @@ class Stager:
                 f"LOCAL (DATA.STAGE) is {self.target!r}: that is SHARDS itself; take another"
                 " directory"
             )
-        stack.enter_context(only_process(self.target))
+        stack.enter_context(lock(self.target))
         has_index = False
         for name in (INDEX, ARRIVING_INDEX):
             existing = os.path.join(self.target, name)

@@ -1,7 +1,6 @@
 """moe_core.compat.tutel in one process: which form computes, names, errors, state dicts."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -42,12 +41,10 @@ KNOWN = [
 UNKNOWN = [
     torch.tanh,
     lambda x: F.relu(x) * 2,
-    lambda x: F.relu(x + 1),
     lambda x: F.relu(F.gelu(x)),
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: F.gelu(F.dropout(x, 0.5)),
     lambda x: (F.relu(x), x)[1],
-    lambda x: x,
     lambda x: F.relu(x) if x.shape[0] > 3 else x,
     lambda x: F.dropout(F.relu(x), 1.0),
     lambda x: missing(F.relu(x)),  # noqa: F821 - made later
@@ -281,14 +278,12 @@ def test_a_gate_of_the_user_with_the_engine():
         ({"experts": {"dropout": 0.1}}, "experts of type 'ffn': .*'dropout'"),
         ({"experts": {"implicit_dropout_p": 0.1}}, r"implicit_dropout_p \(0.1\): use dropout in"),
         ({"experts": {"num_experts_per_device": 0}}, r"num_experts_per_device \(0\) must not"),
-        ({"experts": {"num_experts_per_device": -2}}, r"\(-2\): the 1 ranks do not divide"),
         ({"experts": {"activation_fn_with_self": F.relu}}, "are both given"),
         ({"layer": {"parallel_type": "tensor"}}, r"\('tensor'\) must be 'adaptive:R'"),
         ({"layer": {"is_gshard_loss": False}}, r"\(False\) needs gate_noise \(0.0\)"),
         ({"layer": {"a2a_type": "x"}}, r"a2a_type \('x'\) is not an argument of moe_layer"),
         ({"call": {"adaptive_r": 3}}, r"adaptive_r \(3\) must be one of 0, 1"),
         ({"call": {"a2a_ffn_overlap_degree": 0}}, r"overlap_degree \(0\) must be at least 1"),
-        ({"call": {"capacity_factor": math.inf}}, r"capacity_factor \(inf\) must be finite"),
     ],
 )
 def test_bad_options_are_named(change, message):
@@ -501,7 +496,8 @@ def test_collectives_of_one_process():
         assert torch.equal(function(x), x)
     assert net.all_to_all(x, 1, 0, background=True)() is x
     assert (net.get_world_size(), net.get_world_rank()) == (1, 0)
-    assert net.create_standalone_group() is None
+    with pytest.raises(NotImplementedError, match=r"tutel.net.spatial_split has no counterpart"):
+        net.spatial_split(x, 0)
     assert net.batch_all_gather_v([x])[1].tolist() == [6]
     net.barrier()
     assert moe.moe_layer.global_expert_count(3) == 3
@@ -518,17 +514,12 @@ def test_a_session_of_one_process(capsys, monkeypatch):
     assert system.get_local_session() is env
     assert system.record_time() <= system.record_time()
     env.dist_print("printed", 1)
-    assert system.perform(lambda: None, 3) > 0
-    assert "printed 1\nFunction Latency" in capsys.readouterr().out
+    assert capsys.readouterr().out == "printed 1\n"
     with pytest.raises(ValueError, match=r"backend \('nccl'\) is not the one in use \('gloo'\)"):
         net.create_groups_from_world(1, include_init="nccl")
 
 
 def test_small_helpers_of_system(tmp_path):
-    system.cache().set("x", 1)
-    assert (system.cache().get("x"), system.cache().get()) == (1, [1])
-    system.cache().reset()
-    assert system.cache().get() == []
     pattern = str(tmp_path / "new" / "{rank}-of-{size}.ckpt")
     name = system.apply_rank_size_from_pattern(pattern, rank=1, size=4)
     assert name.endswith("new/1-of-4.ckpt")

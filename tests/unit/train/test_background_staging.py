@@ -16,7 +16,7 @@ from swinv2_moe import tables
 from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data import ImageArrays, Sources, load_sources
 from swinv2_moe.data.prepare import staging
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.arrival import in_order_of_use
@@ -36,13 +36,13 @@ def made(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables.TransferBar, "start", lambda self: None)
         sources = Sources(parts[0], parts[1], digits.class_names)
-        make_shards(sources, str(root), Options(shard_mb=0.03), 1)
+        make_shards(sources, str(root), ShardOptions(shard_mb=0.03), 1)
     assert len(list(root.rglob("train/*.tar"))) > 5
     return root
 
 
 def keys_for(made: Path, **more) -> dict:
-    keys = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
+    keys = {"DATA.DATASET": "shards", "DATA.PATH": str(made)}
     keys |= {"DATA.BATCH_SIZE": 16, "TRAIN.EPOCHS": 1, "TRAIN.WARMUP_EPOCHS": 0}
     return keys | more
 
@@ -81,7 +81,7 @@ def test_a_slow_source_changes_the_time_alone(
     monkeypatch.setattr(staging._Reading, "_copy_checked", slow)
     local = tmp_path / "local"
     keys = keys_for(made, **{"DATA.STAGE": str(local), "DATA.NUM_WORKERS": workers})
-    summary = train(make_config(tmp_path / "run", keys | {"EVENT_LOG": True}))
+    summary = train(make_config(tmp_path / "run", keys | {"TRACKER": "mlperf"}))
     assert losses(tmp_path / "run") == unstaged
     assert content(local) == content(made)
     assert len(late) == len(list(made.rglob("*.tar")))
