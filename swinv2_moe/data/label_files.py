@@ -218,6 +218,8 @@ def read_names(root: str, paths: Sequence[str]) -> tuple[list[str], set[str]]:
             content = read_bounded(os.path.join(root, path), _MAX_TEXT).decode("utf-8-sig")
             names = reader(content)
         except (OSError, ValueError) as error:
+            if reader is _names_of_yaml and stem not in ("data", "dataset"):
+                continue  # perhaps of another program
             problem = getattr(error, "strerror", None) or one_line(str(error))
             raise UserError(f"{os.path.join(root, path)}: cannot be read ({problem})") from error
         if names:

@@ -30,6 +30,7 @@ from swinv2_moe.data.label_files import (
 from swinv2_moe.data.sources import ImageFiles
 from swinv2_moe.data.sources.folder import groups_of_copies
 from swinv2_moe.errors import UserError, one_line, short, shortened
+from swinv2_moe.files import read_bounded
 
 SPLITS = ("train", "val", "test")
 HELD_OUT = 0.2  # share of the pictures that validate where the folder has no split
@@ -37,6 +38,7 @@ HELD_OUT = 0.2  # share of the pictures that validate where the folder has no sp
 # round. Such a box ends at the edge.
 _OVERHANG = 0.02
 _MAX_LEFT_OUT = 0.1  # share of the labels
+_MAX_LIST = 1 << 26  # bytes of a list of pictures
 _SHOWN = 10  # lines about labels that are left out
 # Names of folders, of lists and in the names of JSON files
 _SPLIT_OF = {"train": "train", "training": "train", "val": "val", "valid": "val"}
@@ -164,13 +166,20 @@ def _read_labels(
     by_ending: dict[str, list[str]] = defaultdict(list)
     for path in others:
         by_ending[os.path.splitext(path)[1].lower()].append(path)
-    coco = list(read_coco(root, by_ending[".json"]))
+    coco: list[LabelFile] = []
+    problem = None  # of a JSON file, which may be no labels where there are others
+    try:
+        coco += read_coco(root, by_ending[".json"])
+    except UserError as error:
+        problem = error
     voc = list(read_voc(root, by_ending[".xml"]))
     names, texts = read_names(root, others)
     stems = {os.path.splitext(os.path.basename(path))[0] for path in pictures.paths}
     yolo = list(read_yolo(root, by_ending[".txt"], texts, stems, names))
     kinds = dict(zip(FORMATS, (coco, voc, yolo), strict=True))
     kind = max(kinds, key=lambda one: len(kinds[one]))
+    if problem and (kind == FORMATS[0] or not kinds[kind]):
+        raise problem
     if not kinds[kind]:
         raise UserError(
             f"--data {root}: has {len(pictures.paths):,} pictures and no labels: a COCO JSON,"
@@ -295,8 +304,11 @@ def _listed_splits(root: str, others: Sequence[str], pictures: Pictures) -> dict
         stem, ending = os.path.splitext(os.path.basename(path))
         if ending != ".txt" or stem.lower() not in _SPLIT_OF:
             continue
-        with open(os.path.join(root, path), encoding="utf-8", errors="replace") as file:
-            words = [line.split() for line in file]
+        try:
+            text = read_bounded(os.path.join(root, path), _MAX_LIST).decode(errors="replace")
+        except OSError:
+            continue
+        words = [line.split() for line in text.splitlines()]
         places = [pictures.find(line[0], "") for line in words if line]
         if places and None not in places:
             found |= {place: _SPLIT_OF[stem.lower()] for place in places if place}

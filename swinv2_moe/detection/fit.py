@@ -118,6 +118,11 @@ def fit(
             f"--output {run}: already holds a run; `swinv2-moe detect train {run}` continues it,"
             " another directory starts anew"
         )
+    if Path(data).expanduser().resolve() in run.resolve().parents:
+        raise UserError(
+            f"--output {run}: lies in the folder of pictures ({data}), which would be read again;"
+            " name a directory outside of it"
+        )
     with open_world() as world:
 
         def prepare() -> Recipe | None:

@@ -31,6 +31,7 @@ class Program(nn.Module):
 
     points: Tensor  # [N, 2]
     strides: Tensor  # [N, 1]
+    limits: Tensor  # [4]
 
     def __init__(self, detector: Any, size: tuple[int, int]) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class Program(nn.Module):
             strides.append(torch.full((len(anchors), 1), float(stride)))
         self.register_buffer("points", torch.cat(points))
         self.register_buffer("strides", torch.cat(strides))
-        self.limits = (float(width), float(height))
+        self.register_buffer("limits", torch.tensor([width, height] * 2, dtype=torch.float32))
 
     def forward(self, images: Tensor) -> Tensor:
         maps = self.neck(self.backbone((images - self.mean) / self.std))
@@ -61,11 +62,8 @@ class Program(nn.Module):
             distances.append(shares @ self.head.integral.project)
         sides = torch.cat(distances, 1) * self.strides  # left, top, right, bottom of the point
         low, high = self.points - sides[..., :2], self.points + sides[..., 2:]
-        edges = torch.cat([low, high], 2)
-        x = edges[..., ::2].clamp(0, self.limits[0])
-        y = edges[..., 1::2].clamp(0, self.limits[1])
-        boxes = torch.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1]], 2)
-        return torch.cat([boxes, *[torch.cat(scores, 1)]], 2)
+        boxes = torch.cat([low, high], 2).relu().minimum(self.limits)
+        return torch.cat([boxes, torch.cat(scores, 1)], 2)
 
 
 def export_onnx(detector: Detector, recipe: Recipe, output: Path) -> float:

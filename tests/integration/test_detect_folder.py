@@ -28,6 +28,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with a finished run in output/shapes."""
     root = tmp_path_factory.mktemp("detect")
     make_shapes(root / "shapes", Options(train=8, val=4, min_size=64, max_size=96))
+    (root / "shapes.txt").write_text("a file")
     return root
 
 
@@ -185,7 +186,8 @@ def test_onnx_finds_the_same_objects_without_this_project(
         ("train shapes --minutes 0", "--minutes is 0, it must be above 0"),
         ("train shapes --size 8", "--size is 8"),
         ("train shapes --weights nowhere --output other", "nowhere"),
-        ("train shapes --output shapes/val/000000.png/run", "000000.png"),
+        ("train shapes --output shapes/run", "lies in the folder of pictures"),
+        ("train shapes --output shapes.txt/run", "shapes.txt"),
         ("train shapes --pretrained x", "--pretrained x: is for a configuration"),
         ("train detection/shapes/mask_rcnn --epochs 2", "takes a folder of pictures"),
         ("train shapes/val", "no labels"),

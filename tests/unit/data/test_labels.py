@@ -445,6 +445,14 @@ def test_copies_across_given_splits_are_said(tmp_path: Path) -> None:
     assert any("1 of the 1 pictures to validate are also" in n for n in read_folder(tmp_path).notes)
 
 
+def test_files_of_other_programs_beside_labels_are_no_matter(tmp_path: Path) -> None:
+    voc_folder(tmp_path, voc("odd.png", ("dog", BOX)))
+    write(tmp_path / "package.json", "{")
+    write(tmp_path / "docker-compose.yaml", "a: [")
+    write(tmp_path / "pom.xml", "<project/>")
+    assert read_folder(tmp_path).left_out == []
+
+
 def test_a_picture_with_two_files_of_labels(tmp_path: Path) -> None:
     voc_folder(tmp_path, voc("odd.png", ("dog", BOX)))
     write(tmp_path / "more/odd.xml", voc("odd.png", ("dog", BOX)))
