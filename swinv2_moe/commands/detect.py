@@ -372,7 +372,8 @@ def _predict(
 
 def _show_found(found: list, names: list[str], folder: str) -> None:
     """A table of the first pictures, and the number of objects of each class."""
-    rows, counts = [], {}
+    rows: list[list[str]] = []
+    counts: dict[str, int] = {}
     for name, one in zip(names, found, strict=True):
         for class_name in one.class_names:
             counts[class_name] = counts.get(class_name, 0) + 1

@@ -446,13 +446,18 @@ def _copies_note(root: Path, train: Sequence[str], others: Sequence[str]) -> lis
 def _coco(
     paths: Sequence[str], found: _Collected, ids: dict[str, int]
 ) -> dict[str, list[dict[str, Any]]]:
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number, path in enumerate(paths, 1):
         width, height = found.sizes[path]
         images.append({"id": number, "file_name": path, "width": width, "height": height})
         for name, box, is_crowd in found.rows[path]:
             if name in ids:
-                row = {"id": len(annotations) + 1, "image_id": number, "category_id": ids[name]}
+                row: dict[str, Any] = {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": ids[name],
+                }
                 row |= {"bbox": box, "area": box[2] * box[3], "iscrowd": is_crowd}
                 annotations.append(row)
     categories = [{"id": number, "name": name} for name, number in ids.items()]

@@ -32,6 +32,8 @@ class Program(nn.Module):
     points: Tensor  # [N, 2]
     strides: Tensor  # [N, 1]
     limits: Tensor  # [4]
+    mean: Tensor  # [1, 3, 1, 1]
+    std: Tensor  # [1, 3, 1, 1]
 
     def __init__(self, detector: Any, size: tuple[int, int]) -> None:
         super().__init__()
