@@ -3,7 +3,6 @@
 python tests/timm_families.py > docs/reference/experts-in-timm.md
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torch import nn
 
 from moe_core import moe_layers
 from swinv2_moe import add_experts
-from swinv2_moe.models.ffn import find_blocks
 
 
 class Family(NamedTuple):
@@ -114,8 +112,8 @@ other parameters are those of the dense model, and the gradients of an FFN's cop
 own, within a relative error of 1e-7. With new experts (`upcycle=False`) the attached loss trains
 the routers. `python tests/timm_families.py` writes this page.
 
-| family | model of timm | FFNs of its blocks | the last of them as experts |
-| --- | --- | --- | --- |
+| family | model of timm | its last FFN as experts |
+| --- | --- | --- |
 """
 
 _REFUSED = """
@@ -123,8 +121,8 @@ These are refused in one line, and the model is not changed. No expert has norms
 several positions, or learned activations. In the last models no block has an MLP under a name of
 its own.
 
-| family | model of timm | FFNs of its blocks | message |
-| --- | --- | --- | --- |
+| family | model of timm | message |
+| --- | --- | --- |
 """
 
 
@@ -132,16 +130,13 @@ def row(family: Family) -> str:
     """A line of the table."""
     with torch.device("meta"):
         model = create(family)
-    blocks = find_blocks(model)
-    counts = Counter(type(block.ffn).__name__ for block in blocks)
-    ffns = ", ".join(f"{count} `{kind}`" for kind, count in counts.items()) or "none"
     try:
         ((name, layer),) = moe_layers(add_experts(model, "last 1", 4)).items()
         gated = ", gated" if layer.config.gated else ""
         result = f"`{name.removesuffix('.moe')}`, {layer.config.activation}{gated}"
     except ValueError as error:
         result = str(error)
-    return f"| {family.title} | `{family.name}` | {ffns} | {result} |\n"
+    return f"| {family.title} | `{family.name}` | {result} |\n"
 
 
 def page() -> str:

@@ -39,7 +39,10 @@ def row_of(name: str) -> str:
     if model.experts.layer is not None:
         experts = f"{model.experts.num_experts} in {sum(map(len, model.experts.blocks))} layers"
     said = [line[8:].lstrip(",: ").rstrip(".") for line in head if line.startswith("Accuracy")]
-    accuracy = "; ".join(line for line in said if not line.startswith("measured: none"))
+    nothing = ("measured: none", "published: none")
+    accuracy = "; ".join(line for line in said if not line.startswith(nothing))
+    accuracy = re.sub(r" \(measured; docs/[^)]*\)", "", accuracy)
+    accuracy = accuracy.replace("published (arXiv 2206.03382)", "published")
     sizes = f"{size.parameters / 1e6:,.1f}M | {size.macs / 1e6:,.0f}M"
     return f"| `{name}` | {model.img_size} | {experts} | {sizes} | {accuracy} |"
 
