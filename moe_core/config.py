@@ -48,8 +48,8 @@ class MoEConfig:
     )
     eval_capacity_factor: float = option(
         0.0,
-        "as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not"
-        " depend on other tokens; with `expert_choice`, 0 means the factor of training",
+        "as `capacity_factor`, in evaluation. At 0 a token's result does not depend on other"
+        " tokens; with `expert_choice`, 0 means the factor of training",
         affects="accuracy",
     )
     router: str = option(
@@ -68,8 +68,8 @@ class MoEConfig:
     )
     choose_per_image: bool = option(
         False,
-        "for `expert_choice`: an expert chooses the same number of tokens from each image; by"
-        " default it chooses from the whole batch",
+        "for `expert_choice`: an expert chooses equally many tokens of each image, not from the"
+        " whole batch",
         affects="accuracy",
     )
     gate_activation: str = option(

@@ -35,7 +35,8 @@ def markdown() -> str:
         lines += [f"## {group or 'Run'}", "", "| key | default; allowed | meaning |"]
         lines.append("| --- | --- | --- |")
         for key, default in items:
-            values = "; ".join(filter(None, (f"`{default!r}`", allowed[key])))
+            limits = allowed[key] if allowed[key] != "at least 0" else ""  # as everybody expects
+            values = "; ".join(filter(None, (f"`{default!r}`", limits)))
             cells = (f"`{key}`", values, by_key.get(key, ""))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")

@@ -182,13 +182,12 @@ class DataConfig:
     )
     mean: tuple[float, ...] = option(
         (0.485, 0.456, 0.406),
-        "mean of each channel, which is subtracted; the default is ImageNet's",
+        "mean of each channel; the default is ImageNet's",
         affects="accuracy",
     )
     std: tuple[float, ...] = option(
         (0.229, 0.224, 0.225),
-        "standard deviation of each channel, by which the difference is divided; the default"
-        " is ImageNet's",
+        "standard deviation of each channel; the default is ImageNet's",
         affects="accuracy",
     )
     num_workers: int = option(2, "loader processes per rank", least=0, affects="")

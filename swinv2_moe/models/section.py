@@ -296,8 +296,8 @@ class ExpertsConfig:
     )
     capacity_auto: bool = option(
         False,
-        "the capacity factor of each layer follows the loads of the last 16 steps;"
-        " `CAPACITY_FACTOR` is that of the first step",
+        "each layer's capacity factor follows the loads of the last 16 steps; `CAPACITY_FACTOR`"
+        " is the first",
     )
     eval_batch_prioritized: str = option(
         "same",
@@ -307,8 +307,8 @@ class ExpertsConfig:
     )
     hidden_ratio: float = option(
         1.0,
-        "hidden dim of an expert, in units of the FFN's: 0.5 with `top_k` 2, or 0.667 with"
-        " `gated`, has the dense model's MACs",
+        "hidden dim of an expert, in units of the FFN's: 0.5 with `TOP_K` 2, or 0.667 with"
+        " `GATED`, has the dense model's MACs",
         least=0.001,
     )
     aux_loss_weight: float = option(0.01, "factor of the auxiliary loss in the loss", least=0)
@@ -341,9 +341,8 @@ class ModelConfig:
 
     type: str = option(
         "swinv2_moe",
-        "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm"
-        " form; `timm`: the model `MODEL.NAME` of timm; or a type of your own,"
-        " which declares its group of keys",
+        "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm form;"
+        " `timm`: the model `MODEL.NAME` of timm; or a type of your own",
         choices=TRUNKS,
         affects="accuracy",
     )
@@ -368,9 +367,8 @@ class ModelConfig:
     )
     pretrained: str = option(
         "",
-        "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
-        " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
-        " `hf-hub:OWNER/NAME`",
+        "a run or a checkpoint; a `.safetensors` or `.pth` file; a directory in timm's form; or"
+        " `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`",
         affects="start",
     )
     upcycle: str = option(

@@ -43,8 +43,7 @@ class RunConfig:
     )
     tracker: str = option(
         "",
-        "a service that also receives the curves: `wandb` or `mlflow` (needs the extra of"
-        " that name)",
+        "a service that also receives the curves (needs the extra of its name)",
         choices=("", "wandb", "mlflow"),
         affects="",
     )
@@ -88,8 +87,7 @@ class CheckpointConfig:
     keep_last: int = option(2, "checkpoints to keep besides the best", least=1, affects="")
     experts: int = option(
         0,
-        "experts of each layer that one save writes, in turn; 0: all. The best, the last and a"
-        " signal's checkpoint have all",
+        "experts of each layer that one save writes, in turn; 0: all",
         least=0,
         affects="",
     )
@@ -271,15 +269,13 @@ class TrainConfig:
     )
     minutes: float = option(
         0.0,
-        "the most that a run may take, start included; training ends with the last epoch that"
-        " fits. 0: any time",
+        "the most that a run may take, in whole epochs; 0: any time",
         least=0,
         affects="",
     )
     skip_non_finite: int = option(
         0,
-        "consecutive steps with a non-finite loss or gradient that are skipped; one more"
-        " stops the run",
+        "steps in a row with a non-finite loss or gradient that are skipped",
         least=0,
     )
 
