@@ -117,8 +117,8 @@ SHARED = [
     "moe_core",
     "swinv2_moe.output",
     "swinv2_moe.errors",
-    "swinv2_moe.owner_file",
     "swinv2_moe.files",
+    "swinv2_moe.locks",
     "swinv2_moe.forms",
     "swinv2_moe.data.section",
     "swinv2_moe.tables",
@@ -142,8 +142,8 @@ ALLOWED = {
     "swinv2_moe.threads": ["swinv2_moe.output"],
     "swinv2_moe.tables": ["swinv2_moe.output"],
     "swinv2_moe.plots": ["swinv2_moe.output", "swinv2_moe.errors"],
-    "swinv2_moe.owner_file": ["swinv2_moe.output", "swinv2_moe.errors"],
-    "swinv2_moe.files": ["moe_core", "swinv2_moe.errors", "swinv2_moe.owner_file"],
+    "swinv2_moe.locks": ["moe_core.files", "swinv2_moe.output", "swinv2_moe.errors"],
+    "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     # The sections of a configuration stand beside what they configure, below the configuration.
@@ -179,6 +179,7 @@ ALLOWED = {
         "swinv2_moe.tables",
         "swinv2_moe.errors",
         "swinv2_moe.files",
+        "swinv2_moe.locks",
         "swinv2_moe.imports",
     ],
     "swinv2_moe.routing_pictures": [
@@ -190,7 +191,8 @@ ALLOWED = {
     "swinv2_moe.ranks": MODELS_AND_DATA
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.train.section"],
     "swinv2_moe.checkpoints": RUNS,
-    "swinv2_moe.start": RUNS,
+    "swinv2_moe.start": RUNS
+    + ["swinv2_moe.threads", "swinv2_moe.train.step", "swinv2_moe.train.progress"],
     "swinv2_moe.train": RUNS
     + PICTURES
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.start"],
@@ -353,8 +355,12 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(tree: ast.Module, path: Path) -> Iterator[str]:
-    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b."""
+    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b, and
+    `import_module("a.b")` does, too."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [node.value for node in node.args if isinstance(node, ast.Constant)]
+            yield from (name for name in names if isinstance(name, str))
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name

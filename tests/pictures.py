@@ -2,7 +2,7 @@
 
     python tests/pictures.py [--output docs/images]
 
-`equal_time.png` shows docs/results/equal_time.csv, the results of "Accuracy at equal time". `routing.png` shows which expert computes which
+`equal_time.png` shows docs/results/equal_time.csv. `routing.png` shows which expert computes which
 patch of four photographs that scikit-image brings: it needs that package (`pip install --target DIR
 scikit-image`, then `PYTHONPATH=DIR`), and is left out without it.
 """

@@ -108,7 +108,8 @@ _HEAD = """# Experts in models of timm
 Tests build each model with random weights and few channels (timm {version},
 `tests/unit/models/test_timm_families.py`). After `add_experts(model, "last 2", 4)` logits, features
 and gradients are those of the dense model, within a relative error of 1e-7 in fp64.
-`python tests/timm_families.py` writes this page.
+With new experts the attached loss trains the routers, tried in
+every fourth model. `python tests/timm_families.py` writes this page.
 
 | family | model of timm | its last FFN as experts |
 | --- | --- | --- |

@@ -9,13 +9,12 @@ from swinv2_moe.config.checks import check_config, choices
 from swinv2_moe.config.everyday import EVERYDAY, everyday_opts
 from swinv2_moe.config.load import (
     as_opts,
+    changed,
     config_from_text,
-    given_keys,
     load_config,
     merge_opts,
     resolve_batch_size,
 )
-from swinv2_moe.config.schedule import Schedule, parse_schedule
 from swinv2_moe.config.tree import (
     AllSections,
     Change,
@@ -34,9 +33,9 @@ __all__ = [
     "EVERYDAY",
     "AllSections",
     "Change",
-    "Schedule",
     "all_sections",
     "as_opts",
+    "changed",
     "changed_keys",
     "check_config",
     "checkpoint_config",
@@ -46,11 +45,9 @@ __all__ = [
     "default_config",
     "everyday_opts",
     "flatten",
-    "given_keys",
     "load_config",
     "merge_opts",
     "model_config",
-    "parse_schedule",
     "resolve_batch_size",
     "run_config",
     "train_config",

@@ -142,12 +142,6 @@ class DataConfig:
         most=0.9,
         affects="accuracy",
     )
-    shard_streams: int = option(
-        64,
-        "`shards`: runs of consecutive images that are read in turn; best a multiple of the"
-        " number of ranks",
-        least=1,
-    )
     stage: str = option(
         "",
         "`shards`: a directory on each node's disk or in its memory, to which the shards are"

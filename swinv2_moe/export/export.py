@@ -35,6 +35,7 @@ from swinv2_moe.export.comparison import (
 from swinv2_moe.files import new_directory, writing
 from swinv2_moe.models import MoEModel
 from swinv2_moe.models.section import ExpertsConfig
+from swinv2_moe.train.graph import PassGraph
 
 # Largest difference between logits, relative to the largest logit, in 99% of the images. Measured
 # with 8 experts on Tiny-ImageNet: 2e-7, 0.03 and 0.03. An image may exceed the limit if rounding
@@ -167,17 +168,17 @@ class _Task:
 
     def examine(self, timer: Timer | None) -> dict:
         """Compare the program, read back from its file, with the model; entries of model.json."""
-        program = programs.load_program(self.kind, self.directory)
+        fixed_on = self.device if self.choices.batch_size else None
+        program = programs.load_program(self.kind, self.directory, fixed_on)
         comparison = compare(self.model, program, self.batches, self.device)
         check_agreement(self.kind, self.choices.dtype, comparison)
         entries = asdict(comparison)
         if timer is not None:
             example, _ = next(self.batches())
             images = example.to(self.device)
+            model = PassGraph(self.model, self.model, self.device)  # as predict runs it
             with torch.inference_mode():
-                times = timer(
-                    {"model": lambda: self.model(images), "program": lambda: program(images)}
-                )
+                times = timer({"model": lambda: model(images), "program": lambda: program(images)})
             entries["timed_batch"] = len(images)
             entries["milliseconds"] = {name: list(rounds) for name, rounds in times.items()}
         return entries

@@ -25,6 +25,7 @@ from torch import Tensor
 from swinv2_moe.errors import UserError
 from swinv2_moe.export.forms import StandardForm
 from swinv2_moe.models import MoEModel
+from swinv2_moe.train.graph import PassGraph
 
 DTYPES = {"onnx": ("float32", "bfloat16", "int8"), "torch": ("float32", "bfloat16")}
 FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
@@ -101,12 +102,18 @@ def write_program(
             _write_onnx(exported, dtype, directory / FILES[kind])
 
 
-def load_program(kind: str, directory: Path) -> Program:
-    """The program in a directory, with torch's number of threads; ONNX runs on the CPU."""
+def load_program(kind: str, directory: Path, fixed_on: torch.device | None = None) -> Program:
+    """The program in a directory, with torch's number of threads; ONNX runs on the CPU.
+
+    Args:
+        fixed_on: the device of a program of torch.export whose shapes are fixed. On a GPU it is
+            replayed as a CUDA graph, and the next call may overwrite a result.
+    """
     with _quiet():
         if kind == "onnx":
             return _load_onnx(directory / FILES[kind])
-        return _load_torch(directory / FILES[kind])
+        program = _load_torch(directory / FILES[kind])
+        return program if fixed_on is None else PassGraph(None, program, fixed_on)
 
 
 def parts_of(file: Path) -> list[Path]:

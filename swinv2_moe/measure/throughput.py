@@ -298,7 +298,7 @@ def _inference(config: AllSections, world: World) -> Subject:
     """The forward pass of the evaluation."""
     model = _model(config, world).eval()
     images = _batch(config.data, world).images
-    autocast = build_autocast(config.run, world)
+    autocast = build_autocast(config.run.amp_enable, config.run.amp_dtype, world)
 
     @torch.inference_mode()
     def infer(forward: Callable) -> None:

@@ -2,8 +2,6 @@
 device, without memory or computation."""
 
 import importlib
-import pkgutil
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.models.protocol import MoEModel
-from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig
+from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig, model_files
 from swinv2_moe.models.timm_model import classifiers
 
 # Model types register themselves, and in registry.py their names for timm.
-for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-    if _module.name.endswith("_moe") or _module.name == "registry":
-        importlib.import_module(f"swinv2_moe.models.{_module.name}")
+for _name in ("registry", *model_files()):
+    importlib.import_module(f"{__package__}.{_name}")
 
 _LAYER_NORM = {
     torch.ops.aten.native_layer_norm: lambda shape, *_, out_shape=None, **__: 2 * shape.numel()
 }
-# MoEMlp's setting by the value of MODEL.MOE.EVAL_BATCH_PRIORITIZED; None: as in training
-_EVAL_BATCH_PRIORITIZED = {"same": None, "always": True, "never": False}
 
 
 class Complexity(NamedTuple):
@@ -85,7 +80,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
         "num_experts": experts.num_experts,
         "moe_blocks": experts.blocks,
         "moe": experts.layer_fields(),
-        "eval_batch_prioritized": _EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         "hidden_ratio": experts.hidden_ratio,
         "freeze_moe": experts.freeze,
         "aux_loss_weight": experts.aux_loss_weight,

@@ -203,7 +203,7 @@ TRUNKS: dict[str, type[Trunk]] = {
     "swin_moe": SwinV2Config,
     "timm": TimmConfig,
 }
-# What builds a model, by type; importing swinv2_moe.models.build fills it.
+# What builds a model, by type; the model's file registers it.
 MODELS: dict[str, Callable] = {}
 
 
@@ -225,23 +225,24 @@ def register_model_type(name: str, trunk: type[Trunk]) -> Callable[[Model], Mode
     return register
 
 
+def model_files() -> list[str]:
+    """The modules `NAME_moe` of this package; each registers the model type of its name."""
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return [module.name for module in modules if module.name.endswith("_moe")]
+
+
 @functools.cache
 def import_own_types() -> None:
-    """Import the models if the section of one is in the model's file."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name.endswith("_moe") and module.name not in TRUNKS:
-            importlib.import_module("swinv2_moe.models.build")
-
-
-def trunk_of(config: CfgNode) -> type[Trunk]:
-    """The section of the type that MODEL.TYPE names."""
-    return TRUNKS[config.MODEL.TYPE]
+    """Import the models whose section is in the model's own file."""
+    for name in model_files():
+        if name not in TRUNKS:
+            importlib.import_module(f"{__package__}.{name}")
 
 
 def trunk_group(config: CfgNode) -> CfgNode:
     """The keys of the configured model: MODEL.SWINV2, or the group of another model type. Empty
     for a type without a group."""
-    return config.MODEL.get(trunk_of(config).group, CfgNode())
+    return config.MODEL.get(TRUNKS[config.MODEL.TYPE].group, CfgNode())
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered
@@ -290,25 +291,10 @@ class ExpertsConfig:
         "for each stage, the blocks (from 0) that have experts. With `MODEL.TYPE` `timm` no"
         " block at all means the last two",
     )
-    top_k_schedule: str = option(
-        "",
-        "schedule that replaces `TOP_K` in training, such as `epoch 0:2 10:1`",
-    )
-    capacity_auto: bool = option(
-        False,
-        "each layer's capacity factor follows the loads of the last 16 steps; `CAPACITY_FACTOR`"
-        " is the first",
-    )
-    eval_batch_prioritized: str = option(
-        "same",
-        "`BATCH_PRIORITIZED` in evaluation; `same`: as in training",
-        choices=("same", "always", "never"),
-        affects="accuracy",
-    )
     hidden_ratio: float = option(
         1.0,
-        "hidden dim of an expert, in units of the FFN's: 0.5 with `TOP_K` 2, or 0.667 with"
-        " `GATED`, has the dense model's MACs",
+        "hidden dim of an expert, in units of the FFN's: 0.5 with `top_k` 2, or 0.667 with"
+        " `gated`, has the dense model's MACs",
         least=0.001,
     )
     aux_loss_weight: float = option(0.01, "factor of the auxiliary loss in the loss", least=0)
@@ -377,13 +363,6 @@ class ModelConfig:
         " new training starts. `run`: the dense run goes on, with its optimiser's state. Empty:"
         " off",
         choices=("", "weights", "run"),
-        affects="start",
-    )
-    upcycle_noise: float = option(
-        0.0,
-        "standard deviation of the noise added to upcycled experts, relative to that of the dense"
-        " weights",
-        least=0,
         affects="start",
     )
     class_map: str = option(

@@ -1,10 +1,13 @@
 """The sections CHECKPOINT, TRAIN, TRAIN.OPTIMIZER and TRAIN.DISTILL of a configuration, and the
 keys without a group."""
 
+import math
 from dataclasses import dataclass
 
 from moe_core.options import option
 from swinv2_moe.data.section import AugmentConfig
+
+_REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +39,10 @@ class RunConfig:
         least=1,
         affects="",
     )
-    event_log: bool = option(
-        False,
-        "write `events.log` in the MLPerf log format (needs the mlperf extra)",
-        affects="",
-    )
     tracker: str = option(
         "",
         "a service that also receives the curves (needs the extra of its name)",
-        choices=("", "wandb", "mlflow"),
+        choices=("", "wandb", "mlflow", "mlperf"),
         affects="",
     )
     device: str = option(
@@ -85,18 +83,6 @@ class CheckpointConfig:
         affects="",
     )
     keep_last: int = option(2, "checkpoints to keep besides the best", least=1, affects="")
-    experts: int = option(
-        0,
-        "experts of each layer that one save writes, in turn; 0: all",
-        least=0,
-        affects="",
-    )
-    staging_mb: int = option(
-        4096,
-        "host memory per rank for saving while training continues, MB",
-        least=0,
-        affects="",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,11 +271,19 @@ class TrainConfig:
     batch_size: int  # DATA.BATCH_SIZE
     label_smoothing: float  # MODEL.LABEL_SMOOTHING
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
-    capacity_auto: bool  # MODEL.MOE.CAPACITY_AUTO of a model with experts
     seed: int
     amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
     amp_dtype: str
     compile: bool
+
+    def scaled_rate(self, per_512: float, world_size: float) -> float:
+        """A learning rate for 512 images a step, scaled to the global batch as LR_SCALING says."""
+        if self.lr_scaling == "none":
+            return per_512
+        ratio = self.batch_size * self.accumulation_steps * world_size / _REFERENCE_BATCH
+        if self.lr_scaling == "sqrt":
+            ratio = math.sqrt(ratio)
+        return per_512 * ratio
 
     def obstacle_to_graph(self) -> str:
         """Why a step cannot be captured as a CUDA graph: a key, its value and the reason; "" if

@@ -294,12 +294,9 @@ BAD_INPUT = {
     "{folder}/gone.jpg": "gone.jpg: no such file or directory",
     "{folder}/empty": "empty: holds no images (.jpg",
     "--top-k 0": "--top-k is 0, it must be at least 1",
-    "--batch-size -4": "--batch-size is -4, it must be at least 1",
     "--output out.txt": "--output out.txt: must end in .csv or .json",
-    "--output {folder}/none/a.csv": "--output ... none/a.csv",
     "--pictures {folder}": "--pictures {folder}: ... which is to be predicted, lies in it",
     "--pictures {folder}/notes.txt": "--pictures {folder}/notes.txt: cannot be made a directory",
-    "--opts DATA.IMGSIZE 16": "--opts unknown key DATA.IMGSIZE",
 }
 
 

@@ -214,12 +214,10 @@ def test_watching_a_run_until_it_has_finished(report, runs, tmp_path, monkeypatc
 BAD_INPUT = {
     "{runs}": "holds no run ... metrics.jsonl",
     "{runs}/nowhere": "nowhere ... not a run directory",
-    "{runs}/experts --compare {runs}/nowhere": "nowhere ... not a run directory",
     "{runs}/experts --output {runs}/nowhere/page.html": (
         "--output ... page.html ... must be a file in a directory that exists"
     ),
     "{runs}/experts --data {runs}/nowhere": "--data ... nowhere ... not a directory",
-    "{runs}/experts --opts MODEL.MOE.TYPO 1": "MODEL.MOE.TYPO",
     "{runs}/experts --checkpoint 99": "--checkpoint 99 ... checkpoints of the steps",
     "{runs}/experts --images -1": "--images ... -1",
     "{runs}/experts --watch -1": "--watch ... -1",

@@ -119,20 +119,14 @@ BAD_INPUT = {
     "--resume {root}/no_metrics": "no_metrics: holds no run (no metrics.jsonl)",
     "--resume {root}/half": "half: metrics.jsonl has no logged step (of 1 lines)",
     "--resume {root}/cut": "no checkpoint in ... is whole ... model.safetensors",
-    "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
-    "--resume auto": "--resume auto ... must be a run or a checkpoint",
     "--resume {runs}/dense": "dense/checkpoints ... a dense model, it has no experts",
     "--images {root}/empty": "--images ... empty: holds no images",
     "--images {root}/nowhere": "--images ... nowhere: no such file",
     "--images {root}/broken.jpg": "--images ... broken.jpg: cannot be read as an image",
-    "--data {root}/nowhere": "DATA.PATH ... nowhere",
-    "--data {root}/empty": "DATA.PATH ... empty ... no train/",
-    "--dataset foldr": "DATA.DATASET is 'foldr' ... did you mean folder?",
     "--count 0": "--count is 0, it must be at least 1",
     "--limit 0": "--limit is 0",
     "--output {root}/none/out": "--output ... none/out",
     "--output {root}/broken.jpg": "--output ... broken.jpg: must be a directory",
-    "--opts DATA.IMGSIZE 16": "--opts unknown key DATA.IMGSIZE ... did you mean",
 }
 
 

@@ -43,14 +43,9 @@ def test_the_defaults_are_valid_frozen_and_not_shared():
     ("key", "nearest"),
     [
         ("DATA.IMG_SZIE", "DATA.IMG_SIZE"),
-        ("TRAIN.BASE_LEARNINGRATE", "TRAIN.BASE_LR"),
-        ("IMG_SIZE", "DATA.IMG_SIZE"),
-        ("MODEL.MOE.NUM_EXPERT", "MODEL.MOE.NUM_EXPERTS"),
         ("MODLE.TYPE", "MODEL.TYPE"),
-        ("TRIAN.EPOCHS", "TRAIN.EPOCHS"),
         ("TRAIN.LR", "TRAIN.BASE_LR"),
         ("train.optimizer.name", "TRAIN.OPTIMIZER.NAME"),
-        ("epochs", "TRAIN.EPOCHS"),
         ("TRAIN.BATCH_SIZE", "DATA.BATCH_SIZE"),
         ("ema", "TRAIN.EMA_DECAY"),
         ("ZZZZ", "swinv2-moe config"),
@@ -73,39 +68,27 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
     [
         # wrong types
         (["DATA.IMG_SIZE", "big"], ["DATA.IMG_SIZE", "'big'", "int"]),
-        (["DATA.IMG_SIZE", "16.0"], ["DATA.IMG_SIZE", "16.0", "int"]),
         (["DATA.IMG_SIZE", "True"], ["DATA.IMG_SIZE", "True", "int"]),
         (["TRAIN.BASE_LR", "fast"], ["TRAIN.BASE_LR", "'fast'", "float"]),
-        (["TRAIN.BASE_LR", "True"], ["TRAIN.BASE_LR", "True", "float"]),
         (["AMP_ENABLE", "1"], ["AMP_ENABLE", "1", "bool"]),
         (["AMP_ENABLE", "atuo"], ["'atuo'", "False, True, auto", "did you mean auto?"]),
-        (["MODEL.SWINV2.DEPTHS", "2"], ["MODEL.SWINV2.DEPTHS", "2", "list"]),
         (["MODEL.SWINV2.DEPTHS", "['a', 2, 2, 2]"], ["MODEL.SWINV2.DEPTHS", "'a'", "int"]),
         (["MODEL.SWINV2.DEPTHS", "{[]: 1}"], ["MODEL.SWINV2.DEPTHS", "list"]),
         (["MODEL.MOE.BLOCKS", "[1, 2, 3, 4]"], ["MODEL.MOE.BLOCKS", "1", "list"]),
-        (["DATA.MEAN", "['a', 'b', 'c']"], ["DATA.MEAN", "'a'", "float"]),
         (["DATA.IMG_SIZE.X", "3"], ["DATA.IMG_SIZE", "int"]),
         (["DATA", "3"], ["DATA", "group of keys", "'3'"]),
         # ranges and choices
         (["DATA.BATCH_SIZE", "0"], ["DATA.BATCH_SIZE", "0", "at least 1"]),
         (["MODEL.DROP_PATH_RATE", "1.5"], ["MODEL.DROP_PATH_RATE", "1.5", "between 0 and"]),
-        (["DATA.MAX_BAD_SHARE", "-0.1"], ["DATA.MAX_BAD_SHARE", "-0.1", "between 0 and 1"]),
         (["TRAIN.BASE_LR", "nan"], ["TRAIN.BASE_LR", "'nan'"]),
-        (["TRAIN.BASE_LR", "1e999"], ["TRAIN.BASE_LR", "inf"]),
         (["MODEL.MOE.CAPACITY_FACTOR", "1e999"], ["MODEL.MOE.CAPACITY_FACTOR", "inf", "finite"]),
-        (["MODEL.MOE.EVAL_CAPACITY_FACTOR", "-1e999"], ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "inf"]),
         (["MODEL.MOE.GATE_NOISE", "-1"], ["MODEL.MOE.GATE_NOISE", "-1", "at least 0"]),
-        (["MODEL.MOE.INIT_STD", "0"], ["MODEL.MOE.INIT_STD", "0", "at least"]),
-        (["MODEL.SWINV2.MLP_RATIO", "0"], ["MODEL.SWINV2.MLP_RATIO", "0"]),
         (["MODEL.SWINV2.NUM_HEADS", "[0, 6, 12, 24]"], ["MODEL.SWINV2.NUM_HEADS", "0"]),
-        (["MODEL.SWINV2.DEPTHS", "[2, 0, 18, 2]"], ["MODEL.SWINV2.DEPTHS", "0"]),
         (["MODEL.SWINV2.DEPTHS", "[]"], ["MODEL.SWINV2.DEPTHS", "[]"]),
-        (["TRAIN.OPTIMIZER.EPS", "-1.0"], ["TRAIN.OPTIMIZER.EPS", "-1.0"]),
         (
             ["MODEL.TYPE", "swin_mo"],
             ["MODEL.TYPE", "'swin_mo'", "swinv2_moe, swin_moe", "did you mean swin_moe?"],
         ),
-        (["AMP_DTYPE", "float32"], ["AMP_DTYPE", "'float32'", "bfloat16, float16"]),
         (
             ["MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "[0, 0, -1, 0]"],
             ["MODEL.SWINV2.PRETRAINED_WINDOW_SIZES", "-1", "at least 0"],
@@ -132,21 +115,15 @@ def test_an_unknown_key_gets_the_nearest_one(key, nearest, tmp_path):
         (["AUG.SCALE", "[1e-6, 1]"], ["AUG.SCALE", "1e-06 of an image has less than 1 of its"]),
         (["AUG.SCALE", "[0.5, 0.1]"], ["AUG.SCALE", "[0.5, 0.1]", "smaller one first"]),
         (["DATA.CHANNELS", "1"], ["DATA.MEAN", "1 entries"]),
-        (["DATA.CHANNELS", "0"], ["DATA.CHANNELS", "0", "1, 3"]),
-        (["DATA.STD", "[1, 1, 0]"], ["DATA.STD", "0"]),
         (["DATA.STD", "[1, 1, 1e999]"], ["DATA.STD", "inf", "finite"]),
-        (["DATA.MEAN", "[1e999, 1, 1]"], ["DATA.MEAN", "inf", "finite"]),
         (["MODEL.UPCYCLE", "run"], ["MODEL.UPCYCLE", "run", "MODEL.PRETRAINED"]),
         (["DATA.IMG_SIZE"], ["--opts", "pairs", "'DATA.IMG_SIZE'"]),
         # what no literal is made of
         (["DATA.IMG_SIZE", "-" * 60_000 + "1"], ["DATA.IMG_SIZE", "'---", "int"]),
-        (["DATA.IMG_SIZE", "(" * 60_000], ["DATA.IMG_SIZE", "'(((", "int"]),
         (["DATA.IMG_SIZE", "1" + "+1" * 20_000], ["DATA.IMG_SIZE", "'1+1", "int"]),
-        (["DATA.IMG_SIZE", "9" * 5000], ["DATA.IMG_SIZE", "'999", "int"]),
         (["PRINT_FREQ", "9" * 400], ["PRINT_FREQ", "999", "64 bits"]),
         (["TRAIN.BASE_LR", "0x" + "f" * 20_000], ["TRAIN.BASE_LR", "64 bits"]),
         (["MODEL.MOE.BLOCKS", f"[[{10**400}], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "64 bits"]),
-        (["MODEL.MOE.BLOCKS", "[['a'], [], [], []]"], ["MODEL.MOE.BLOCKS[0][0]", "'a'", "int"]),
         # limits against sizes that would take forever
         (["DATA.IMG_SIZE", str(10**15)], ["DATA.IMG_SIZE", str(10**15), "between 1 and 65536"]),
     ],
@@ -178,10 +155,6 @@ def test_experts_contradictions():
     [
         (["MODEL.CLASS_MAP", "new"], "needs trained weights (MODEL.PRETRAINED)"),
         (["MODEL.CLASS_MAP", "map.txt"], "MODEL.CLASS_MAP is 'map.txt'"),
-        (
-            ["MODEL.MOE.CAPACITY_AUTO", "True", "MODEL.MOE.ROUTER", "soft"],
-            "MODEL.MOE.CAPACITY_AUTO is True: it cannot be used with MODEL.MOE.ROUTER 'soft'",
-        ),
     ],
 )
 def test_keys_without_effect_are_refused_but_not_in_checkpoints(opts, says):
@@ -254,15 +227,12 @@ def test_windows_must_tile_the_image(size):
     ("key", "text", "value"),
     [
         ("TRAIN.BASE_LR", "1e-3", 1e-3),
-        ("TRAIN.BASE_LR", "1", 1.0),
         ("AMP_ENABLE", "true", True),
-        ("AMP_ENABLE", "False", False),
         ("AMP_ENABLE", "auto", "auto"),
         ("MODEL.SWINV2.DEPTHS", "[1, 2, 3, 4]", [1, 2, 3, 4]),
         ("MODEL.SWINV2.DEPTHS", "(1, 2, 3, 4)", [1, 2, 3, 4]),
         ("DATA.MEAN", "[0, 0.5, 1]", [0.0, 0.5, 1.0]),
         ("MODEL.MOE.BLOCKS", "((), (1,), [0], [])", [[], [1], [0], []]),
-        ("MODEL.MOE.CAPACITY_FACTOR", "-1.25", -1.25),
         ("AUG.AUTO_AUGMENT", "", ""),
         ("OUTPUT", "5", "5"),
     ],
@@ -377,15 +347,11 @@ def test_what_left_is_refused_but_in_recorded_configurations(tmp_path):
     [
         (None, "cannot be read"),
         ("a: [1, 2\nb: 3", "not valid YAML"),
-        ("- 1\n- 2\n", "expected KEY: VALUE"),
         ("just text", "expected KEY: VALUE"),
         (b"\xff\xfe\x00\x01", "not valid YAML"),
         ("DATA: 5", "group of keys"),
-        ("DATA:\n", "group of keys"),
         ("BASE: [missing.yaml]", "missing.yaml: cannot be read"),
-        ("1: 2", "unknown key 1"),
         ("[1, 2]: 3", "not valid YAML"),
-        ("? [a]\n: 1", "not valid YAML"),
         ('"a\\nb": 1', "unknown key a b"),
         ("SEED: " + "9" * 5000, "not valid YAML"),
         (
@@ -396,7 +362,6 @@ def test_what_left_is_refused_but_in_recorded_configurations(tmp_path):
         ("SEED: " + "[" * 2000, "nested more than 32 levels deep"),
         ("a: &a [*a]", "too large with its aliases written out"),
         ("X: " + "y" * 30_000, "unknown key X"),
-        ("SEED: " + "y" * 30_000, "of type int"),
     ],
 )
 def test_a_file_that_is_no_configuration(content, says, tmp_path):
@@ -414,14 +379,10 @@ def test_a_file_that_is_no_configuration(content, says, tmp_path):
     ("text", "says"),
     [
         ("SEED: 0x" + "f" * 20_000, "64 bits"),
-        ("SEED: " + "9" * 5000, "digits"),
         ("[" * 5000, "nested"),
-        ("SEED: '" + "-" * 20_000 + "1'", "of type int"),
         ("a: &a [*a]", "too large"),
-        ("SEED: !!bool x", "not what its tag says"),
         ("[1, 2]", "expected KEY: VALUE lines, found list"),
         ("DATA: {BATCH_SIZE: -5}", "DATA.BATCH_SIZE is -5"),
-        ("MODEL: {SWINV2: {DEPTHS: [a, b, c, d]}}", "MODEL.SWINV2.DEPTHS[0] is 'a'"),
     ],
 )
 def test_a_configuration_of_a_checkpoint_that_cannot_be_used(text, says):
@@ -472,7 +433,7 @@ def test_the_module_lists_every_key():
     assert [line.split(":")[0] for line in lines] == list(flatten(default_config()))
 
 
-@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (2, 1), (3, 1), (4, 3), (40, 3)])
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (3, 1), (4, 3)])
 def test_fewer_epochs_shorten_the_warm_up_of_a_file(epochs, warmup, caplog, monkeypatch):
     config = load_config("quickstart_digits", ["TRAIN.EPOCHS", str(epochs)])
     shortened = config.TRAIN.WARMUP_EPOCHS

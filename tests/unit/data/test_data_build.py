@@ -313,9 +313,14 @@ train/cat/0.png,0
 SPACES = "train/cat/0.png 0\ntrain/dog/0.png\t1\ntrain/dog/1.png  1"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize(
-    "text", [COMMAS, COMMAS.replace(",", ";"), SPACES, "path label\n" + SPACES]
+    ("text", "encoding"),
+    [
+        (COMMAS, "utf-8"),
+        (COMMAS.replace(",", ";"), "utf-8-sig"),
+        (SPACES, "utf-16"),
+        ("path label\n" + SPACES, "utf-32"),
+    ],
 )
 def test_lists_of_spreadsheets(list_config, tmp_path, text, encoding):
     config = list_config()
@@ -338,9 +343,7 @@ LISTS = [  # the text of train.txt, what the line says after that name
     ("train/cat/0.png 0\ntrain/dog/0.png\n", ":2: expected a path and a label, found 'train/dog/0"),
     ("train/cat/0.png 0\n\ntrain/dog/0.png one\n", ":3: label 'one' is not an integer"),
     ("train/cat/0.png,cat\n", ":1: label 'cat' is not an integer; a list numbers .* folder with"),
-    ("path,label\na,b\n", ":2: label 'b' is not an integer"),
     ("train/cat/0.png,0,24\n", ":1: expected a path and a label, found 'train/cat/0.png,0,24'"),
-    ("train/cat/0.png, 0, 24\n", ":1: expected a path and a label, found 'train/cat/0.png, 0, 24'"),
     ("t\0r\0a\0i\0n\0 \0000\0", ": looks like UTF-16 without its mark; save it as UTF-8"),
     ("train/cat/0.png 0.5\n", r":1: label '0\.5' is not an integer"),
     ("train/cat/0.png -1\n", ":1: label -1 is negative"),
@@ -351,10 +354,7 @@ LISTS = [  # the text of train.txt, what the line says after that name
     ('[["train/cat/0.png", true]]', ": entry 0: label 'True' is not an integer"),
     (CAT + ',\n["train/cat/1', ":2: " + NO_JSON),
     (CAT + '\n["train/cat/1.png", 1]]', ":2: " + NO_JSON + r"Expecting ',' delimiter\)"),
-    (CAT + ",\n]", ":2: " + NO_JSON),
     (CAT + "]\n]", ":2: " + NO_JSON + r"Extra data\)"),
-    (CAT, ":1: " + NO_JSON),
-    ('[{"path": "train/cat/0.png", "label": 0}]', ": entry 0: " + NO_PAIR),
     ("train/cat/0.png 0\n" + "x" * 9000 + " 1\n", ":2: a line of more than 8,192 characters"),
     ("train/cat/\0.png 0\n", r": 'train/cat/\\x00\.png' is not the name of a file"),
     ('[["train/cat/\\u0000.png", 0]]', r": 'train/cat/\\x00\.png' is not the name of a file"),
@@ -362,8 +362,6 @@ LISTS = [  # the text of train.txt, what the line says after that name
     ('[["", 0]]', ": '' is not the name of a file"),
     ('[["a", ' + "[" * 100_000, ": " + NO_JSON + r"nested too deeply\)"),
     ('[["a", ' + "1" * 5000 + "]]", ": " + NO_JSON + "Exceeds the limit"),
-    ('[["a", [[0]]]]', r": entry 0: label '\[\[0\]\]' is not an integer"),
-    ('[["a", 0], null]', ": entry 1: " + NO_PAIR + " None"),
     ("\x00\x01\x02\xff binary\nrubbish", ":1: label 'binary' is not an integer"),
     (
         "cat/0.png 0\ndog/0.png 1\n",

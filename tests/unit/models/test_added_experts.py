@@ -9,8 +9,6 @@ import pytest
 import timm
 import torch
 from timm.models import create_feature_extractor
-from timm.optim import param_groups_weight_decay
-from timm.utils import ModelEmaV3
 from torch import nn
 
 import swinv2_moe
@@ -80,7 +78,6 @@ def test_blocks_by_stage():
         ({"blocks": [2, -4]}, "blocks ([2, -4]) names blocks.2 twice"),
         ({"blocks": []}, "blocks ([]) names no block"),
         ({"num_experts": 0}, "num_experts (0) must be an integer of at least 1"),
-        ({"noise": -1.0}, "noise (-1.0) must be finite and not negative"),
         ({"aux_loss_weight": -1.0}, "aux_loss_weight (-1.0) must be finite and not negative"),
         ({"hidden_ratio": 0.5}, "hidden_ratio (0.5) must be 1 with upcycle=True"),
         ({"activation": "silu"}, "activation ('silu') must be 'gelu', as in blocks.4.mlp, with"),
@@ -144,18 +141,6 @@ def test_new_experts_and_one_expert_per_token(dense, images):
         assert (found - expected).abs().max() > 1e-3
     config = moe_layers(add_experts(dense(), upcycle=False, hidden_ratio=0.5))["blocks.5.mlp.moe"]
     assert config.config.hidden_dim == 32
-
-
-def test_noise_makes_copies_differ_and_depends_on_the_seed_alone(dense):
-    def weights(**arguments):
-        return moe_layers(add_experts(dense(), **arguments))["blocks.5.mlp.moe"].experts.w1
-
-    noisy, again, other = (weights(noise=0.1, seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(noisy, again)
-    assert not torch.equal(noisy, other)
-    deviation = (noisy - weights())[0].std() / weights()[0].std()
-    assert deviation.item() == pytest.approx(0.1, rel=0.2)  # of 1,024 draws
-    assert not torch.equal(noisy[0], noisy[1])
 
 
 def test_dropout_of_the_ffn_stays(dense, images):
@@ -246,20 +231,6 @@ def test_an_exported_program_has_the_same_logits(name, randomize):
         torch.testing.assert_close(program(images), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_averaged_weights(dense, images):
-    model = add_experts(dense()).train()
-    average = ModelEmaV3(model, decay=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model(images).sum().backward()
-    optimizer.step()
-    average.update(model)
-    state = model.state_dict()
-    for name, tensor in average.module.state_dict().items():
-        torch.testing.assert_close(tensor, (before[name] + state[name]) / 2, **CLOSE)
-    assert isinstance(average.module, MoEModel)
-
-
 def test_the_state_dict_of_the_rest_is_the_dense_models(dense, images):
     model = dense()
     before = model.state_dict()
@@ -273,16 +244,6 @@ def test_the_state_dict_of_the_rest_is_the_dense_models(dense, images):
     other = add_experts(dense(), upcycle=False)
     other.load_state_dict(after)
     torch.testing.assert_close(other.eval()(images), model.eval()(images), **CLOSE)
-
-
-def test_biases_of_experts_get_no_weight_decay(dense):
-    model = add_experts(dense())
-    exceptions = model.no_weight_decay()
-    assert {"pos_embed", "cls_token", "blocks.5.mlp.moe.experts.b1"} <= exceptions
-    decayed = param_groups_weight_decay(model, 0.1, no_weight_decay_list=exceptions)[1]["params"]
-    names = {name for name, p in model.named_parameters() if any(p is d for d in decayed)}
-    assert "blocks.5.mlp.moe.experts.w1" in names
-    assert "blocks.5.mlp.moe.experts.b1" not in names
 
 
 def test_soft_experts_know_the_number_of_tokens(dense, images):

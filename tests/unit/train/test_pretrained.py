@@ -6,13 +6,14 @@ import os
 import shutil
 
 import pytest
+import tool_cases
 import torch
 import trainer_cases
 from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from swinv2_moe.checkpoints.checkpoint import open_checkpoint, write_weights
-from swinv2_moe.config import default_config, given_keys
+from swinv2_moe.config import default_config
 from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
@@ -47,7 +48,7 @@ def load(make_trainer):
         trainer.step.model.reset_classifier(len(classes))
         own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
         found = load_pretrained(
-            trainer.config.model, trainer.step.model, trainer.world, 0, list(classes)
+            trainer.config.model, trainer.step.model, trainer.world, list(classes)
         )
         assert found == tuple(notes)
         return trainer.step.model.state_dict(), own
@@ -245,10 +246,6 @@ def test_a_dense_run_upcycled(pretrained, load):
         for e in range(4):
             assert torch.equal(found[f"{experts}.w1"][e], before[f"{ffn}.fc1.weight"])
             assert torch.equal(found[f"{experts}.w2"][e], before[f"{ffn}.fc2.weight"].t())
-    noisy, _ = load(source, {"MODEL.UPCYCLE": "weights", "MODEL.UPCYCLE_NOISE": 0.1})
-    first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
-    std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
-    assert float((first - second).std()) == pytest.approx(0.1 * 2**0.5 * std, rel=0.1)
 
 
 def test_what_is_frozen_must_have_been_trained(pretrained, load):
@@ -290,7 +287,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     frozen["MODEL.DROP_PATH_RATE"] = 0.0
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
+        load_pretrained(each.config.model, each.step.model, each.world, list("0123456789"))
     before = copy_of(trainer.step.model)
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():
@@ -318,7 +315,7 @@ def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, cap
     keys = shape | {"DATA.INTERPOLATION": "bicubic", "MODEL.PRETRAINED": str(tmp_path / "first")}
     keys |= {"MODEL.SWINV2.WINDOW_SIZE": 8}
     config = make_config(tmp_path / "second", keys)
-    assert "DATA.MEAN" not in given_keys(config)
+    assert "DATA.MEAN" not in config.given
     capsys.readouterr()
     train(config)
     said = " ".join(capsys.readouterr().out.split())
@@ -381,40 +378,25 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
         ("\xff", "can't decode byte 0xff"),
         ('{"pretrained_cfg": null}', "pretrained_cfg is null"),
         ('{"pretrained_cfg": {"mean": [NaN, 0, 0]}}', "mean/0 is nan, it must be a number from 0"),
-        (
-            '{"pretrained_cfg": {"mean": [123.675]}}',
-            "mean/0 is 123.675, it must be a number from 0",
-        ),
         ('{"pretrained_cfg": {"std": [58.4]}}', "std/0 is 58.4, it must be a number from 0.001 to"),
-        (
-            '{"pretrained_cfg": {"std": [1e-320]}}',
-            "std/0 is 1e-320, it must be a number from 0.001",
-        ),
+        ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
         ('{"pretrained_cfg": {"crop_mode": "middle"}}', "crop_mode is 'middle', it must be one of"),
         ('{"pretrained_cfg": {"crop_pct": 0}}', "crop_pct is 0, it must be a number from 0.1"),
-        ("{}", "it has none of architecture, pretrained_cfg, label_names"),
         ('{"model_type": "swin"}', "it has none of architecture, pretrained_cfg, label_names"),
         (None, "No such file"),
-        ('{"pretrained_cfg": {"mean": "0.5"}}', "pretrained_cfg/mean is '0.5'"),
-        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "std/0 is 0, it must be a number from 0.001"),
-        ('{"pretrained_cfg": {"crop_pct": "0.9"}}', "pretrained_cfg/crop_pct is '0.9'"),
-        ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
-        ('{"architecture": "x", "mean": [null]}', "mean/0 is null"),
     ],
 )
-@pytest.mark.parametrize("file", ["", "model.safetensors", "other.pth"])
-def test_settings_beside_weights_that_cannot_be_used(content, says, file, tmp_path):
+def test_settings_beside_weights_that_cannot_be_used(content, says, tmp_path):
     if content is None:
         (tmp_path / "config.json").symlink_to("nowhere")
     else:
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(UserError) as caught:
-        initial.settings_of_weights(str(tmp_path / file), 1)
-    message = str(caught.value)
-    assert message.startswith(f"{tmp_path}/config.json: does not describe the weights beside it (")
-    assert says in message
+    for file in ("", "model.safetensors", "other.pth"):
+        message = tool_cases.refusal(initial.settings_of_weights, str(tmp_path / file), 1)
+        assert message.startswith(f"{tmp_path}/config.json: does not describe the weights beside")
+        assert says in message
 
 
 def test_settings_that_may_not_be_read(tmp_path):

@@ -241,10 +241,6 @@ def test_only_keys_on_which_results_depend_are_changes(make_trainer, save, tmp_p
     ("key", "before", "now"),
     [
         ("DATA.MEAN", [0.3], [0.1]),
-        ("DATA.STD", [0.3], [0.1]),
-        ("DATA.IMG_SIZE", 16, 32),
-        ("DATA.INTERPOLATION", "bicubic", "bilinear"),
-        ("TEST.CROP_RATIO", 1.0, 0.5),
         ("MODEL.MOE.EVAL_CAPACITY_FACTOR", 0.0, 1.25),
         ("MODEL.MOE.TOP_K", 1, 2),
     ],
