@@ -20,7 +20,7 @@ import torch
 from results_file import Table, keep, publish
 
 from swinv2_moe.commands.call import run_command
-from swinv2_moe.measure.configurations import Options, Plan, combinations
+from swinv2_moe.measure.configurations import Plan, SpeedOptions, combinations
 from swinv2_moe.measure.spread import median_and_spread
 from swinv2_moe.measure.throughput import (
     Row,
@@ -79,7 +79,7 @@ def plans(args: argparse.Namespace) -> Iterator[Plan]:
         if args.graph and mode == "inference":
             batches = SMALL_BATCHES
         sizes = tuple(args.batch_sizes or batches)
-        options = Options((mode,), sizes, tuple(args.dtypes), rounds=args.rounds)
+        options = SpeedOptions((mode,), sizes, tuple(args.dtypes), rounds=args.rounds)
         yield combinations(args.cfg or CONFIGS[args.device], opts, options)
 
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import other_runs
-from swinv2_moe.models.bundled import PREFIX, bundled_file, located
+from swinv2_moe.models.bundled import (
+    PACKAGED,
+    PREFIX,
+    bundled_file,
+    located,
+    packaged_file,
+)
 
 if TYPE_CHECKING:
     from yacs.config import CfgNode
@@ -96,6 +102,8 @@ def check_training(config: CfgNode, resume: str | None) -> None:
     model = config.MODEL
     if resume is None and model.PRETRAINED.startswith(PREFIX):
         bundled_file(model.PRETRAINED)
+    elif resume is None and model.PRETRAINED == PACKAGED:
+        packaged_file("MODEL.PRETRAINED")
     elif resume is None and model.PRETRAINED and not model.PRETRAINED.startswith(NAMES):
         check_files_exist("MODEL.PRETRAINED", [model.PRETRAINED.removeprefix("local-dir:")])
     if resume is None and model.CLASS_MAP not in ("", "new"):

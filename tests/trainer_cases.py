@@ -14,10 +14,10 @@ from swinv2_moe.data.build import build_data
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.ranks.world import World, expert_group, seed_everything
+from swinv2_moe.start.teacher import open_teacher
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer, mean_over_ranks
 from swinv2_moe.train.step import TrainingStep
-from swinv2_moe.train.teacher import open_teacher
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart_digits.yaml"
 # Three blocks (two with experts), no noise and no limit: nothing depends on how tokens lie on

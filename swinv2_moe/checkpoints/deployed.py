@@ -75,7 +75,8 @@ class Deployed:
     @property
     def autocast(self) -> partial:
         """A factory of autocast contexts, as the configuration says."""
-        return build_autocast(self.config.run, self.world)
+        run = self.config.run
+        return build_autocast(run.amp_enable, run.amp_dtype, self.world)
 
     def model(self, num_classes: int) -> MoEModel:
         """The checkpoint's model on this rank's device, in evaluation mode.

@@ -9,8 +9,8 @@ from swinv2_moe.config.checks import check_config, choices
 from swinv2_moe.config.everyday import EVERYDAY, everyday_opts
 from swinv2_moe.config.load import (
     as_opts,
+    changed,
     config_from_text,
-    given_keys,
     load_config,
     merge_opts,
     resolve_batch_size,
@@ -35,6 +35,7 @@ __all__ = [
     "Change",
     "all_sections",
     "as_opts",
+    "changed",
     "changed_keys",
     "check_config",
     "checkpoint_config",
@@ -44,7 +45,6 @@ __all__ = [
     "default_config",
     "everyday_opts",
     "flatten",
-    "given_keys",
     "load_config",
     "merge_opts",
     "model_config",

@@ -11,7 +11,7 @@ from moe_core.options import Option
 from swinv2_moe.config.tree import flatten, key_options, layer_config, train_config
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.section import TRUNKS, ExpertsConfig, trunk_of
+from swinv2_moe.models.section import TRUNKS, ExpertsConfig
 
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
 
@@ -31,7 +31,7 @@ def check_config(config: CfgNode) -> None:
             " 'patch_size=4 embed_dim=64 depth=4 num_heads=4 global_pool=avg'"
         )
     _check_choice("MODEL.TYPE", flat["MODEL.TYPE"], TRUNKS)
-    trunk = trunk_of(config)
+    trunk = TRUNKS[config.MODEL.TYPE]
     others = [other.group for other in TRUNKS.values() if other is not trunk]
     unused = tuple(f"MODEL.{group}." for group in others if group)
     used = {key: one for key, one in key_options().items() if not key.startswith(unused)}

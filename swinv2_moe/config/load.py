@@ -20,7 +20,7 @@ from swinv2_moe.config.tree import default_config, flatten
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError, one_line, short
 from swinv2_moe.files import MAX_YAML_CHARS, parse_yaml, read_bounded
-from swinv2_moe.models.section import TRUNKS, trunk_of
+from swinv2_moe.models.section import TRUNKS
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 DIRECTORY = Path(__file__).parents[1] / "configs"
 _SUFFIXES = (".yaml", ".py")  # .py: mmdetection's
 _NAMES = f"names are those of the files in {DIRECTORY}"
-_GIVEN = "__given__"
 # Words of other programs, or parts of several keys.
 _OTHER_WORDS = {
     "LR": "TRAIN.BASE_LR",
@@ -100,7 +99,7 @@ def load_config(
     config = default_config()
     _lay_over(config, given)
     if config.MODEL.TYPE in TRUNKS:
-        implied = trunk_of(config).implied(config)
+        implied = TRUNKS[config.MODEL.TYPE].implied(config)
         _lay_over(config, {key: value for key, value in implied.items() if key not in given})
     if data is not None and "DATA.PATH" not in from_opts:
         config.DATA.PATH = data
@@ -110,35 +109,28 @@ def load_config(
             config.DATA.DATASET = "folder"
     if output and "OUTPUT" not in from_opts:
         config.OUTPUT = output
-    _shorten_warmup(config, opts)
+    _lay_over(config, _shorter_warmup(config.TRAIN, from_opts))
     config.OUTPUT = os.path.expanduser(config.OUTPUT)
     config.MODEL.PRETRAINED = os.path.expanduser(config.MODEL.PRETRAINED)
     check_config(config)
     check_settings(config)
     order_words(config)
-    config.__dict__[_GIVEN] = frozenset(given)  # as yacs keeps whether a node is frozen
+    config.remember(given)
     config.freeze()
     return config
 
 
-def given_keys(config: CfgNode) -> frozenset[str] | None:
-    """The keys that a file or `opts` of `load_config` has set; None if that is not known."""
-    return config.__dict__.get(_GIVEN)
-
-
-def _shorten_warmup(config: CfgNode, opts: Sequence[str]) -> None:
-    """If the warm-up of a file is not shorter than the TRAIN.EPOCHS of `opts`, shorten it to half
-    of these epochs, and log that."""
-    train = config.TRAIN
-    if "TRAIN.EPOCHS" not in opts[::2] or "TRAIN.WARMUP_EPOCHS" in opts[::2]:
-        return
-    configured = train.WARMUP_EPOCHS
-    if 0 < train.EPOCHS <= configured:
-        train.WARMUP_EPOCHS = train.EPOCHS // 2
-        warn_once(
-            f"TRAIN.WARMUP_EPOCHS is {train.WARMUP_EPOCHS}, not {configured}, because TRAIN.EPOCHS"
-            f" is {train.EPOCHS}"
-        )
+def _shorter_warmup(train: CfgNode, from_opts: dict[str, object]) -> dict[str, object]:
+    """Half of the TRAIN.EPOCHS of `opts`, where a file's warm-up is not shorter. Logs that."""
+    epochs, configured = train.EPOCHS, train.WARMUP_EPOCHS
+    if "TRAIN.EPOCHS" not in from_opts or "TRAIN.WARMUP_EPOCHS" in from_opts:
+        return {}
+    if not 0 < epochs <= configured:
+        return {}
+    warn_once(
+        f"TRAIN.WARMUP_EPOCHS is {epochs // 2}, not {configured}, because TRAIN.EPOCHS is {epochs}"
+    )
+    return {"TRAIN.WARMUP_EPOCHS": epochs // 2}
 
 
 @cache
@@ -274,9 +266,18 @@ def resolve_batch_size(config: CfgNode, world_size: int) -> CfgNode:
             f"DATA.GLOBAL_BATCH_SIZE is {global_size}, it must be divisible by the number of ranks"
             f" ({world_size}) times TRAIN.ACCUMULATION_STEPS ({accumulation})"
         )
+    return changed(config, {"DATA.BATCH_SIZE": global_size // (world_size * accumulation)})
+
+
+def changed(config: CfgNode, values: Mapping[str, object]) -> CfgNode:
+    """A checked copy of a configuration with other values of some keys.
+
+    Raises:
+        UserError: the values contradict others.
+    """
     config = config.clone()
     config.defrost()
-    config.DATA.BATCH_SIZE = global_size // (world_size * accumulation)
+    _lay_over(config, values)
     check_config(config)
     config.freeze()
     return config
@@ -402,7 +403,7 @@ def _without_left(content: dict, prefix: str = "") -> dict:
     return kept
 
 
-def _lay_over(config: CfgNode, values: dict[str, object]) -> None:
+def _lay_over(config: CfgNode, values: Mapping[str, object]) -> None:
     for name, value in values.items():
         *groups, key = name.split(".")
         group = config

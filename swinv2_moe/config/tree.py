@@ -8,6 +8,7 @@ belongs to another group, and is there because the same code needs it. Lists are
 
 import copy
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from swinv2_moe.models.section import (
     import_own_types,
     moe_defaults,
     trunk_group,
-    trunk_of,
 )
 from swinv2_moe.train.section import (
     CheckpointConfig,
@@ -45,6 +45,20 @@ class AllSections:
     model: ModelConfig
     train: TrainConfig
     yaml: str  # the content of config.yaml, and "config" in the meta.json of checkpoints
+
+
+class Tree(CfgNode):
+    """All keys with their values.
+
+    Attributes:
+        given: the keys that a file or the command line has set; None: not known.
+    """
+
+    given: frozenset[str] | None = None
+
+    def remember(self, given: Iterable[str]) -> None:
+        """Set `given`, which is no key: yacs takes attributes for keys."""
+        self.__dict__["given"] = frozenset(given)
 
 
 def groups() -> list[tuple[str, type]]:
@@ -76,9 +90,9 @@ def key_options() -> dict[str, Option]:
     return by_key
 
 
-def default_config() -> CfgNode:
+def default_config() -> Tree:
     """A mutable tree of all keys with their defaults."""
-    config = CfgNode()
+    config = Tree()
     for group, section in groups():
         node = config
         for name in group.split("."):
@@ -169,7 +183,7 @@ def model_config(config: CfgNode) -> ModelConfig:
     needs."""
     return ModelConfig(
         **_values(config.MODEL),
-        trunk=trunk_of(config)(**_values(trunk_group(config))),
+        trunk=TRUNKS[config.MODEL.TYPE](**_values(trunk_group(config))),
         in_chans=config.DATA.CHANNELS,
         experts=_experts(config),
         img_size=config.DATA.IMG_SIZE,

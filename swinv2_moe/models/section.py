@@ -239,15 +239,10 @@ def import_own_types() -> None:
             importlib.import_module(f"{__package__}.{name}")
 
 
-def trunk_of(config: CfgNode) -> type[Trunk]:
-    """The section of the type that MODEL.TYPE names."""
-    return TRUNKS[config.MODEL.TYPE]
-
-
 def trunk_group(config: CfgNode) -> CfgNode:
     """The keys of the configured model: MODEL.SWINV2, or the group of another model type. Empty
     for a type without a group."""
-    return config.MODEL.get(trunk_of(config).group, CfgNode())
+    return config.MODEL.get(TRUNKS[config.MODEL.TYPE].group, CfgNode())
 
 
 # Swin-MoE's recipe, arXiv 2206.03382, section 5: the defaults of MODEL.MOE and of the registered

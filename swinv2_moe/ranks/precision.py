@@ -8,12 +8,11 @@ import torch
 from moe_core import cpu_computes_in
 from swinv2_moe.config import AllSections
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train.section import RunConfig, TrainConfig
 
 
-def build_autocast(config: RunConfig | TrainConfig, world: World) -> partial:
+def build_autocast(amp_enable: bool | str, amp_dtype: str, world: World) -> partial:
     """A factory of autocast contexts for the device, as AMP_ENABLE and AMP_DTYPE say."""
-    dtype, enabled = getattr(torch, config.amp_dtype), bool(config.amp_enable)
+    dtype, enabled = getattr(torch, amp_dtype), bool(amp_enable)
     return partial(torch.autocast, world.device.type, dtype=dtype, enabled=enabled)
 
 

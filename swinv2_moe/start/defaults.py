@@ -2,19 +2,19 @@
 
 `choose` looks at the folder, chooses pretrained weights and applies RULES in their order. A key
 that the user sets keeps its value, and the rules after it use that value. The batch size is found
-by trying (`swinv2_moe.train.trial`), since it depends on the machine. This module does not import
+by trying (`swinv2_moe.start.trial`), since it depends on the machine. This module does not import
 torch, unless the architecture of weights has to be asked of timm.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from yacs.config import CfgNode
 
 from swinv2_moe.config import as_opts, flatten, load_config
-from swinv2_moe.config.load import values_of
+from swinv2_moe.config.load import values_of as values_of_opts
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.bundled import NAMES, PREFIX, bundled_file
 from swinv2_moe.models.section import TRUNKS, tiles
@@ -30,6 +30,17 @@ _NOT_TAKEN = {"MODEL.PRETRAINED", "MODEL.NUM_CLASSES", "MODEL.CLASS_MAP", "MODEL
 _NOT_TAKEN |= {"MODEL.MOE.EXPERT_PARALLEL_SIZE", "MODEL.MOE.STRATEGY", "MODEL.MOE.KERNELS"}
 _NOT_TAKEN |= {"MODEL.MOE.FREEZE"}
 _IMAGES = ("DATA.IMG_SIZE", "DATA.CHANNELS")
+
+
+class Decision(NamedTuple):
+    """Values of keys, and the reason in a few words."""
+
+    values: Mapping[str, object]
+    reason: str
+
+    def __str__(self) -> str:
+        keys = ", ".join(f"{key} {value}".rstrip() for key, value in self.values.items())
+        return f"  {keys}: {self.reason}"
 
 
 class Weights(NamedTuple):
@@ -98,7 +109,7 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
     Raises:
         UserError: the folder cannot be trained on, weights that do not exist, or as `load_config`.
     """
-    given = values_of(opts)
+    given = values_of_opts(opts)
     if given.get("DATA.PATH", data) != data:
         raise UserError(
             f"DATA.PATH is {given['DATA.PATH']!r} and --data {data!r}: give one of them"
@@ -110,11 +121,12 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
         )
     pictures = look(data, given)
     weights = choose_weights(given)
-    chosen, lines = apply_rules(pictures, weights, given)
+    decisions = apply_rules(pictures, weights, given)
     file = None
     if not weights.name:
         file = FROM_SCRATCH
-    taken = weights.keys | chosen | {"DATA.DATASET": "folder", "MODEL.PRETRAINED": weights.name}
+    taken = weights.keys | {"DATA.DATASET": "folder", "MODEL.PRETRAINED": weights.name}
+    taken |= values_of(decisions)
     if file and given.get("MODEL.TYPE") == "timm":
         taken["MODEL.MOE.BLOCKS"] = []  # the file's are those of a model of three stages
     config = load_config(file, as_opts(taken) + list(opts), data, output or output_for(data))
@@ -122,16 +134,15 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
     if not {"DATA.BATCH_SIZE", "DATA.GLOBAL_BATCH_SIZE"} & set(given):
         largest = largest_batch(pictures.num_train)
     sizes = sizes_to_try(weights, given)
-    shown = [str(pictures), weights.line, *lines]
+    shown = [str(pictures), weights.line, *map(str, decisions)]
     return Choice(config, shown, largest, sizes, frozenset(given))
 
 
 def apply_rules(
     pictures: Pictures, weights: Weights, given: Mapping[str, object]
-) -> tuple[dict[str, object], list[str]]:
-    """The values that RULES choose for keys that are not given, and a line for each reason."""
-    chosen: dict[str, object] = {}
-    shown: dict[str, list[str]] = {}  # keys and values by reason
+) -> list[Decision]:
+    """The values that RULES choose, and those that are given in their place, by reason."""
+    by_reason: dict[str, dict[str, object]] = {}
     values = weights.keys | dict(given)
     for rule in RULES:
         answer = rule.choose(Situation(pictures, weights, values))
@@ -139,12 +150,13 @@ def apply_rules(
             answer = (given[rule.key], "given")
         if answer is None:
             continue
-        value, reason = answer
-        values[rule.key] = value
-        if rule.key not in given:
-            chosen[rule.key] = value
-        shown.setdefault(reason, []).append(f"{rule.key} {value}".rstrip())
-    return chosen, [f"  {', '.join(keys)}: {reason}" for reason, keys in shown.items()]
+        values[rule.key], reason = answer
+        by_reason.setdefault(reason, {})[rule.key] = values[rule.key]
+    return [Decision(keys, reason) for reason, keys in by_reason.items()]
+
+
+def values_of(decisions: Iterable[Decision]) -> dict[str, object]:
+    return {key: value for one in decisions for key, value in one.values.items()}
 
 
 def output_for(data: str) -> str:

@@ -5,25 +5,23 @@ N images, D features, K classes, B images per rank and batch, W ranks
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from yacs.config import CfgNode
 
 from moe_core import equal_tokens, prepared
-from swinv2_moe.config import AllSections, all_sections
-from swinv2_moe.config.checks import check_config
+from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import evaluation_loader
-from swinv2_moe.data.sources import Source, Sources, load_sources
+from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.data.sources.base import Subset
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model
-from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
+from swinv2_moe.ranks.precision import build_autocast
 from swinv2_moe.ranks.world import World, seed_everything
-from swinv2_moe.start.initial import as_trained, load_pretrained
+from swinv2_moe.start.initial import load_pretrained
 from swinv2_moe.start.probe import Classifier, fit_classifier
 from swinv2_moe.tables import Bar, Console, in_words
 
@@ -93,7 +91,7 @@ def probe(
     began = time.perf_counter()
     images = _some(sources.train, most, sections.run.seed)
     loader = evaluation_loader(sections.data, images, world.rank, world.size)
-    autocast = build_autocast(sections.run, world)
+    autocast = build_autocast(sections.run.amp_enable, sections.run.amp_dtype, world)
     title = f"features at {sections.data.img_size} px"
     with Bar(Console(), title, len(loader), visible=world.is_main) as bar:
         found, _ = extract_features(model, loader, world, autocast, lambda: bar.advance(""))
@@ -130,68 +128,41 @@ def set_classifier(model: MoEModel, classifier: Classifier) -> None:
 
 
 def choose_size(
-    config: CfgNode, sizes: Sequence[Mapping[str, object]], world: World
-) -> tuple[CfgNode, Probe | None, list[str]]:
-    """The configuration with the size of image whose probe has the lowest log loss, the probe if it
-    has seen every training image, and lines about the sizes. Collective.
+    candidates: Sequence[AllSections], sources: Sources, world: World
+) -> tuple[int, Probe | None, list[str]]:
+    """The number of the candidate whose probe has the lowest log loss, its probe if it has seen
+    every training image, and lines about the sizes of image. Collective.
 
     Sizes that would take more than a tenth of TRAIN.MINUTES are left out, but for the first.
 
     Args:
-        sizes: keys and values of each size, the smallest image first.
+        candidates: the same but for what belongs to their size, the smallest image first.
     """
-    sources = world.on_every_rank(lambda: load_sources(all_sections(config).data))
-    limit = 60 * config.TRAIN.MINUTES * _SHARE or float("inf")
-    tried: list[tuple[CfgNode, Probe]] = []
+    limit = 60 * candidates[0].train.minutes * _SHARE or float("inf")
+    tried: list[Probe] = []
     lines = []
-    for keys in sizes:
-        changed = with_keys(config, keys)
-        size = changed.DATA.IMG_SIZE
+    for number, sections in enumerate(candidates):
+        size = sections.data.img_size
         if tried:
-            before = tried[-1]
-            expected = before[1].seconds * (size / before[0].DATA.IMG_SIZE) ** 2
+            before = candidates[number - 1].data.img_size
+            expected = tried[-1].seconds * (size / before) ** 2
             if world.agree(expected > limit):
                 lines.append(f"  {size} px: not tried, it would take about {in_words(expected)}")
                 break
-        sections = _as_trained(changed, world)
         model = _pretrained(sections, sources, world)
         found = probe(model, sections, sources, world, _FOR_SIZES)
-        tried.append((changed, found))
+        tried.append(found)
         loss = f"log loss {found.classifier.log_loss:.2f}"
         lines.append(f"  {size} px: {found.classifier}, {loss}")
-    best = min(found.classifier.log_loss for _, found in tried)
-    config, found = next(
-        (changed, found)
-        for changed, found in tried
-        if found.classifier.log_loss <= (1 + _CLEARLY) * best
-    )
+    losses = [found.classifier.log_loss for found in tried]
+    best = next(i for i, loss in enumerate(losses) if loss <= (1 + _CLEARLY) * min(losses))
     lines = ["a linear classifier on the frozen network, by size of image:", *lines]
     lines.append(
-        f"  DATA.IMG_SIZE {config.DATA.IMG_SIZE}: the smallest whose log loss is within"
+        f"  DATA.IMG_SIZE {candidates[best].data.img_size}: the smallest whose log loss is within"
         f" {_CLEARLY:.0%} of the lowest"
     )
-    has_all = found.images == len(sources.train)
-    return config, found if has_all else None, lines
-
-
-def with_keys(config: CfgNode, values: Mapping[str, object]) -> CfgNode:
-    """A checked copy of the configuration with other values of some keys."""
-    config = config.clone()
-    config.defrost()
-    for name, value in values.items():
-        group, _, key = name.rpartition(".")
-        node = config
-        for part in filter(None, group.split(".")):
-            node = node[part]
-        node[key] = value
-    check_config(config)
-    config.freeze()
-    return config
-
-
-def _as_trained(config: CfgNode, world: World) -> AllSections:
-    sections, _ = without_slow_amp(all_sections(as_trained(config, None, world)[0]), world)
-    return sections
+    has_all = tried[best].images == len(sources.train)
+    return best, tried[best] if has_all else None, lines
 
 
 def _pretrained(sections: AllSections, sources: Sources, world: World) -> MoEModel:

@@ -32,23 +32,19 @@ from swinv2_moe.checkpoints.checkpoint import (
     trained_windows,
 )
 from swinv2_moe.checkpoints.meta import DamagedError, read_meta
-from swinv2_moe.config import (
-    config_from_text,
-    flatten,
-    given_keys,
-    model_config,
-)
-from swinv2_moe.config.checks import check_config
+from swinv2_moe.config import changed, config_from_text, flatten, model_config
 from swinv2_moe.data.classes import (
     NO_CLASS,
     are_numbers,
     check_counting,
+    imagenet_names,
     known_classes,
     match_classes,
     other_order,
 )
 from swinv2_moe.errors import UserError, shortened
 from swinv2_moe.models import MoEModel, configured_windows, load_dense
+from swinv2_moe.models.bundled import PACKAGED
 from swinv2_moe.models.hub import (
     NO_CONFIG,
     description,
@@ -60,8 +56,9 @@ from swinv2_moe.models.hub import (
     timm_config,
     windows_of_config,
 )
+from swinv2_moe.models.packaged import PACKAGED_AS, packaged_weights
 from swinv2_moe.models.positions import check_windows, compare_windows, windows_of_tables
-from swinv2_moe.models.section import ModelConfig, trunk_group, trunk_of
+from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.models.timm_names import settings_of_timm
 from swinv2_moe.models.weight_files import read_class_names, read_one_of
 from swinv2_moe.models.weights import compare, fit_head, has_dense_twin, to_experts
@@ -98,23 +95,20 @@ def as_trained(
 
     A resumed run keeps its own values without a message. Every rank calls this.
     """
-    model = config.MODEL
+    model = model_config(config)
     if source is not None:
         name = f"checkpoint {source.directory}"
-        upcycles = model.UPCYCLE == "run" and not source.meta["experts"]
-        if not upcycles:
-            section = model_config(config)
-            world.on_every_rank(lambda: check_network(source, section, num_classes=0))
-        trained = settings_of_checkpoint(source)
-        config, notes = take_over(config, trained, name)
-        return config, notes if model.UPCYCLE == "run" else []
-    if not model.PRETRAINED:
+        if model.upcycle != "run" or source.meta["experts"]:
+            world.on_every_rank(lambda: check_network(source, model, num_classes=0))
+        config, notes = take_over(config, settings_of_checkpoint(source), name)
+        return config, notes if model.upcycle == "run" else []
+    if not model.pretrained:
         return config, []
-    stages = len(trunk_group(config).get("DEPTHS", [0]) or [])
-    if is_hub_name(model.PRETRAINED):
-        _fetch_weights(model.PRETRAINED, world)
-    trained = world.on_every_rank(lambda: settings_of_weights(model.PRETRAINED, stages))
-    return take_over(config, world.agree(trained), model.PRETRAINED)
+    stages = len(getattr(model.trunk, "depths", (0,)))
+    if is_hub_name(model.pretrained):
+        _fetch_weights(model.pretrained, world)
+    trained = world.on_every_rank(lambda: settings_of_weights(model.pretrained, stages))
+    return take_over(config, world.agree(trained), model.pretrained)
 
 
 @dataclass(frozen=True)
@@ -148,8 +142,8 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     Raises:
         UserError: an unknown name, or a file that cannot be read.
     """
-    if is_hub_name(pretrained):
-        content = timm_config(pretrained)
+    if is_hub_name(pretrained) or pretrained == PACKAGED:
+        content = timm_config(_hub_name(pretrained))
         if content is None:
             return TrainedWith(line=f"{NO_CONFIG}; images are prepared as the keys of DATA say")
         return _of_timm(content, windows_of_config(content))
@@ -169,6 +163,11 @@ def settings_of_weights(pretrained: str, stages: int) -> TrainedWith:
     tensors, line = read_one_of(path)
     windows = windows_of_tables(tensors, stages) or windows_of_config(content)
     return _of_timm(content, windows, line)
+
+
+def _hub_name(pretrained: str) -> str:
+    """The name at the hub of weights that a package has, too; other names stay."""
+    return f"timm:{PACKAGED_AS}" if pretrained == PACKAGED else pretrained
 
 
 def class_names_of(file: Path) -> list[str]:
@@ -246,37 +245,33 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     Raises:
         UserError: the configuration cannot be used with these values, or asks for other windows.
     """
-    given, present = given_keys(config), flatten(config)
-    config = config.clone()
-    config.defrost()
-    taken, differing = [], []
+    present, given = flatten(config), config.given
+    values: dict[str, object] = {}
+    differing = []
     for key, value in trained.values.items():
         if present[key] == value or len(str(value)) > 200:
             continue
         if given is None or key in given:
             differing.append(f"{key} is {present[key]}, its weights were trained with {value}")
             continue
-        group, _, last = key.rpartition(".")
-        config[group][last] = value
-        taken.append(f"{key} {value}")
-    group, windows = trunk_of(config).group, list(trained.windows)
-    trunk = trunk_group(config)
-    configured = trunk.get("PRETRAINED_WINDOW_SIZES", [1])
+        values[key] = value
+    windows = list(trained.windows)
+    section = model_config(config)
+    configured = getattr(section.trunk, "pretrained_window_sizes", (1,))
     may_change = not any(configured) and len(configured) == len(windows)
-    here = configured_windows(model_config(config)) if windows else []
+    here = configured_windows(section) if windows else []
     if may_change and here not in ([], windows):
-        trunk.PRETRAINED_WINDOW_SIZES = here = windows
-        taken.append(f"MODEL.{group}.PRETRAINED_WINDOW_SIZES {windows}")
+        values[f"MODEL.{section.trunk.group}.PRETRAINED_WINDOW_SIZES"] = here = windows
     compare_windows(here, windows, name)
     try:
-        check_config(config)
+        config = changed(config, values)
     except UserError as error:
         raise UserError(f"{name}: with the settings of its weights: {error}") from error
-    config.freeze()
     notes = [f"{name}: {trained.line}"] if trained.line else []
     notes += [f"warning: {name}: {line}" for line in differing]
-    if taken:
-        notes.append(f"settings of the weights {name}: {', '.join(taken)}")
+    if values:
+        taken = ", ".join(f"{key} {value}" for key, value in values.items())
+        notes.append(f"settings of the weights {name}: {taken}")
     return config, notes
 
 
@@ -301,7 +296,9 @@ def load_pretrained(
     notes: tuple[str, ...] = ()
     if not source:
         return notes
-    if is_hub_name(source):
+    if source == PACKAGED:
+        trained = imagenet_names(1000)
+    elif is_hub_name(source):
         file = _fetch_weights(source, world)
         content = world.agree(timm_config(source) or {} if world.is_main else {})
         check_windows(model, windows_of_config(content), source)
@@ -309,13 +306,13 @@ def load_pretrained(
         source = str(file)
     try:
         pretrained = None
-        if Path(source).is_dir():
+        if source != PACKAGED and Path(source).is_dir():
             pretrained = find_checkpoint(
                 source, Path(), world, "MODEL.PRETRAINED", weights_only=True
             )
         if pretrained:
             trained = pretrained.meta["class_names"]
-        elif not is_hub_name(config.pretrained):
+        elif source != PACKAGED and not is_hub_name(config.pretrained):
             trained = class_names_of(Path(source))
         rows, notes = _head_rows(trained, config, class_names)
         num_names = len(trained or class_names)
@@ -324,7 +321,9 @@ def load_pretrained(
             load_weights(pretrained, model, fit)
         else:
             dense: str | dict[str, Tensor] = source
-            if pretrained:
+            if source == PACKAGED:
+                dense = packaged_weights("MODEL.PRETRAINED")
+            elif pretrained:
                 dense = read_dense(pretrained, pretrained.weights_section, model)
             fresh = load_dense(model, dense, bool(config.upcycle), fit)
             if fresh and config.experts.freeze:

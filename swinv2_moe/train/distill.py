@@ -34,9 +34,9 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file
 from swinv2_moe.ranks.precision import build_autocast
 from swinv2_moe.ranks.world import World
+from swinv2_moe.start.teacher import Teacher
 from swinv2_moe.tables import in_words
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.teacher import Teacher
 
 CHUNK = 512  # images of a file
 _BATCH = {"cpu": 32, "cuda": 256}  # images of the teacher's forward pass; they divide CHUNK
@@ -140,7 +140,7 @@ class Distillation:
         """
         self.world = world
         self.teacher = teacher
-        self.autocast = build_autocast(config.train, world)
+        self.autocast = build_autocast(config.train.amp_enable, config.train.amp_dtype, world)
         self.batch_size = _BATCH[world.device.type]
         self.config = teacher.data_config(config.data, self.batch_size)
         self.dataset = data.train_loader.dataset

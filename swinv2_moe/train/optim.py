@@ -1,6 +1,5 @@
 """The optimiser, the learning-rate schedule, mixed precision and the loss scale."""
 
-import math
 from collections.abc import Collection
 
 import torch
@@ -14,7 +13,6 @@ from swinv2_moe.models.weights import has_dense_twin
 from swinv2_moe.ranks.parallelize import placed_like
 from swinv2_moe.train.section import TrainConfig
 
-_REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 _BETAS = (0.9, 0.999)  # of AdamW: decays of the two moments
 _MOMENTUM = 0.9  # of SGD, Nesterov's
 
@@ -60,20 +58,6 @@ def _split_sharded(group: dict) -> list[dict]:
     return [group | {"params": part} for part in (others, sharded) if part]
 
 
-def scaled_learning_rate(config: TrainConfig, per_512: float, world_size: float) -> float:
-    """The learning rate scaled to the global batch as TRAIN.LR_SCALING says.
-
-    Args:
-        per_512: the learning rate for 512 images per step.
-    """
-    if config.lr_scaling == "none":
-        return per_512
-    ratio = config.batch_size * config.accumulation_steps * world_size / _REFERENCE_BATCH
-    if config.lr_scaling == "sqrt":
-        ratio = math.sqrt(ratio)
-    return per_512 * ratio
-
-
 def build_schedule(
     config: TrainConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int, world_size: float
 ) -> CosineLRScheduler:
@@ -83,9 +67,9 @@ def build_schedule(
     return CosineLRScheduler(
         optimizer,
         t_initial=config.epochs * steps_per_epoch - warmup,
-        lr_min=scaled_learning_rate(config, config.min_lr, world_size),
+        lr_min=config.scaled_rate(config.min_lr, world_size),
         warmup_t=warmup,
-        warmup_lr_init=scaled_learning_rate(config, config.warmup_lr, world_size),
+        warmup_lr_init=config.scaled_rate(config.warmup_lr, world_size),
         warmup_prefix=True,
         cycle_limit=1,
         t_in_epochs=False,
@@ -95,7 +79,7 @@ def build_schedule(
 def learning_rate_after(config: TrainConfig, training: dict) -> float:
     """The learning rate of the next step of a run with the state `training`, as in meta.json."""
     world_size = training["global_batch"] / (config.batch_size * config.accumulation_steps)
-    rate = scaled_learning_rate(config, config.base_lr, world_size)
+    rate = config.scaled_rate(config.base_lr, world_size)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
     steps = training["steps_per_epoch"]
     schedule = build_schedule(config, optimizer, steps, world_size)

@@ -12,13 +12,7 @@ from yacs.config import CfgNode
 from moe_core.parallel import largest_group
 from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.saver import Saver
-from swinv2_moe.config import (
-    AllSections,
-    all_sections,
-    flatten,
-    resolve_batch_size,
-    run_config,
-)
+from swinv2_moe.config import AllSections, flatten
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import StoppedElsewhere, UserError
@@ -27,12 +21,13 @@ from swinv2_moe.models import MoEModel, build_model, measure_model
 from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.agreement import check_same_start, differing_versions
 from swinv2_moe.ranks.environment import describe_environment
-from swinv2_moe.ranks.precision import without_slow_amp
 from swinv2_moe.ranks.run_lock import only_run
 from swinv2_moe.ranks.world import World, expert_group, open_world, seed_everything
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.frozen import MOST, Probe, choose_size, probe, set_classifier
-from swinv2_moe.start.initial import as_trained, load_pretrained, starting_point
+from swinv2_moe.start.frozen import MOST, Probe, probe, set_classifier
+from swinv2_moe.start.initial import load_pretrained
+from swinv2_moe.start.teacher import Teacher
+from swinv2_moe.start.whole import complete
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
@@ -45,9 +40,7 @@ from swinv2_moe.train.run_report import (
     start_warnings,
     summarize,
 )
-from swinv2_moe.train.teacher import Teacher, open_teacher
 from swinv2_moe.train.trackers import check_tracker
-from swinv2_moe.train.trial import settle, within_minutes_of
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
@@ -76,7 +69,7 @@ def train(
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
         choice: whose configuration this is. A new run tries what it leaves open: the size of the
-            image (`choose_size`), the batch and the epochs (`settle`).
+            image (`choose_size`), the batch and the epochs (`decide_by_trial`).
         place_data: replaces the loaders, and the teacher's outputs, by others of the same images.
 
     Returns:
@@ -88,38 +81,35 @@ def train(
         StoppedElsewhere: another rank received SIGTERM, and a launcher may restart the ranks.
     """
     phases = PhaseTimes(began)
-    run = run_config(config)
-    root = Path(run.output)
+    root = Path(config.OUTPUT)
     with (
-        open_world(run.device, run.timeout) as world,
+        open_world(config.DEVICE, config.TIMEOUT) as world,
         world.named_errors("a collective"),
         ExitStack() as stack,
     ):
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
-        world.on_every_rank(lambda: check_tracker(run.tracker if world.is_main else ""))
-        config = resolve_batch_size(config, world.size)
+        world.on_every_rank(lambda: check_tracker(config.TRACKER if world.is_main else ""))
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
-        source = starting_point(root, resume, config, world)
-        config, first = _with_size(config, source, choice, world)
-        sections, teacher, settled = _settled(config, source, choice, world, phases.began)
-        opened = _open_data(sections, world, source, teacher, stack, check_images)
+        start = complete(config, resume, choice, world, phases.began)
+        sections, source = start.sections, start.source
+        opened = _open_data(sections, world, source, start.teacher, stack, check_images)
         data, staging, distillation = opened
         if place_data is not None:
             data, distillation = place_data(data, distillation, sections, world)
         size = measure_model(sections.model, data.num_classes)
-        seed_everything(run.seed)  # the same weights on any number of ranks
+        seed_everything(sections.run.seed)  # the same weights on any number of ranks
         group = expert_group(sections.model.experts, world)
         model = build_model(sections.model, data.num_classes, group)
         if source is None:
-            data = _load_pretrained(sections, model, world, data, first)
+            data = _load_pretrained(sections, model, world, data, start.probe)
         trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
         was_finished = _was_finished(trainer, root)
         _check_not_finished_elsewhere(trainer, source, root)
-        lines = [*headline(trainer, size, source), *_notes(trainer), *settled]
+        lines = [*headline(trainer, size, source), *_notes(trainer), *start.lines]
         stack.enter_context(trainer.stop)  # all ranks get here at about the same time
         recorder = _open_recorder(root, trainer, lines, stack)
         saver = _open_saver(root / "checkpoints", trainer, source, recorder, stack)
@@ -137,46 +127,6 @@ def train(
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
     return None if trainer.stopped_by else summary
-
-
-def _with_size(
-    config: CfgNode, source: Checkpoint | None, choice: Choice | None, world: World
-) -> tuple[CfgNode, Probe | None]:
-    """The configuration with the size of image that is best for the frozen network, and the probe
-    of that size, as `choose_size` says."""
-    if choice is None or source is not None:
-        return config, None
-    config = within_minutes_of(config, choice.given, world)
-    if not choice.sizes:
-        return config, None
-    config, first, lines = choose_size(config, choice.sizes, world)
-    _show(lines, world)
-    return config, first
-
-
-def _show(lines: list[str], world: World) -> None:
-    if world.is_main:
-        print_lines(*lines, flush=True)
-
-
-def _settled(
-    config: CfgNode,
-    source: Checkpoint | None,
-    choice: Choice | None,
-    world: World,
-    began: float,
-) -> tuple[AllSections, Teacher | None, list[str]]:
-    """The sections with what the weights were trained with and what trial steps have found, the
-    teacher, if any, and lines about the sections."""
-    config, lines = as_trained(config, source, world)
-    # before the trial steps, which take time, and the memory that the teacher leaves free
-    teacher = open_teacher(all_sections(config).train.distill, world)
-    if choice is not None and source is None:
-        elapsed = time.time() - began
-        config, tried = settle(config, choice.largest_batch, world, teacher, elapsed, choice.given)
-        lines = lines + tried
-    sections, amp_note = without_slow_amp(all_sections(config), world)
-    return sections, teacher, lines + amp_note
 
 
 def _open_data(
@@ -212,7 +162,8 @@ def _load_pretrained(
                 data.train_loader.dataset.source, data.val_loader.dataset.source, data.class_names
             )
             first = probe(model.to(world.device), sections, sources, world, MOST)
-            _show([f"a linear classifier on the frozen network: {first.classifier}"], world)
+            words = f"a linear classifier on the frozen network: {first.classifier}"
+            print_lines(*[words] * world.is_main, flush=True)
         set_classifier(model, first.classifier)
     return replace(data, notes=data.notes + notes)
 
@@ -238,8 +189,8 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
 def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
-    run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, run.tracker)
+    tracker, step = trainer.config.run.tracker, trainer.progress.step
+    recorder = Recorder(root, trainer.world, step, tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary

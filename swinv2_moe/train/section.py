@@ -1,10 +1,13 @@
 """The sections CHECKPOINT, TRAIN, TRAIN.OPTIMIZER and TRAIN.DISTILL of a configuration, and the
 keys without a group."""
 
+import math
 from dataclasses import dataclass
 
 from moe_core.options import option
 from swinv2_moe.data.section import AugmentConfig
+
+_REFERENCE_BATCH = 512  # images per step for which TRAIN.BASE_LR is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +279,15 @@ class TrainConfig:
     amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
     amp_dtype: str
     compile: bool
+
+    def scaled_rate(self, per_512: float, world_size: float) -> float:
+        """A learning rate for 512 images a step, scaled to the global batch as LR_SCALING says."""
+        if self.lr_scaling == "none":
+            return per_512
+        ratio = self.batch_size * self.accumulation_steps * world_size / _REFERENCE_BATCH
+        if self.lr_scaling == "sqrt":
+            ratio = math.sqrt(ratio)
+        return per_512 * ratio
 
     def obstacle_to_graph(self) -> str:
         """Why a step cannot be captured as a CUDA graph: a key, its value and the reason; "" if

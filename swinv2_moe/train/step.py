@@ -77,10 +77,10 @@ class TrainingStep:
         self.ema = averaged_copy(self.model, world, config.ema_decay, config.shard_trunk)
         self.wrapped = parallelize(self.model, world, config.compile, config.shard_trunk)
         # the highest rate of the schedule, scaled to the global batch
-        self.learning_rate = optim.scaled_learning_rate(config, config.base_lr, world.size)
+        self.learning_rate = config.scaled_rate(config.base_lr, world.size)
         self.optimizer = optim.build_optimizer(config, self.model, self.learning_rate)
         self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
-        self.autocast = build_autocast(config, world)
+        self.autocast = build_autocast(config.amp_enable, config.amp_dtype, world)
         alphas = (config.augment.mixup, config.augment.cutmix)
         self.mixup = build_mixup(*alphas, config.label_smoothing, num_classes)
         self.compute_dtype = torch.float32

@@ -77,7 +77,7 @@ model = dict(
 PREPARED = ("mine", "dense", "pretrained")
 MADE = {
     "first-model.md": "first/report.html mine_beside_dense.html routing/routing.png"
-    " accuracy.json predictions.csv annotated/000.jpg capacity.png speed/throughput.png"
+    " accuracy.json predictions.csv annotated/000.jpg capacity.json speed/throughput.csv"
     " deployed/model.onnx"
 }
 

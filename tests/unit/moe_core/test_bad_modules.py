@@ -157,6 +157,7 @@ def test_calls_that_cannot_be(x, call, says):
 
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks", "expected"),
+    [(8, 4, 4), (8, 16, 16), (12, 8, 4), (8, 3, 1), (1, 7, 7)],
 )
 def test_the_largest_group(num_experts, num_ranks, expected):
     assert largest_group(num_experts, num_ranks) == expected

@@ -11,12 +11,7 @@ from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train.optim import (
-    LossScaler,
-    build_optimizer,
-    build_schedule,
-    scaled_learning_rate,
-)
+from swinv2_moe.train.optim import LossScaler, build_optimizer, build_schedule
 from swinv2_moe.train.run import train
 
 PLAIN = {"MODEL.MOE.CAPACITY_FACTOR": 0.0, "MODEL.MOE.GATE_NOISE": 0.0, "MODEL.DROP_PATH_RATE": 0.0}
@@ -51,7 +46,7 @@ def test_schedule_at_its_key_steps(make_config, make_trainer, tmp_path):
     keys |= {"TRAIN.WARMUP_LR": 4e-5, "TRAIN.MIN_LR": 4e-4, "TRAIN.LAYER_DECAY": 0.5}
     keys["TRAIN.ACCUMULATION_STEPS"] = 2
     config = train_config(make_config(tmp_path, keys | {"DATA.BATCH_SIZE": 64}))
-    rate = scaled_learning_rate(config, config.base_lr, world_size=2)
+    rate = config.scaled_rate(config.base_lr, world_size=2)
     assert rate == pytest.approx(4e-3 * 2 * 2 * 64 / 512)
     optimizer = build_optimizer(config, make_trainer().step.model, rate)
     schedule = build_schedule(config, optimizer, steps_per_epoch=10, world_size=2)
@@ -75,7 +70,7 @@ def test_learning_rate_grows_with_the_root_of_the_batch():
     for scaling in ("linear", "sqrt", "none"):
         opts = ["DATA.BATCH_SIZE", "1024", "TRAIN.LR_SCALING", scaling]
         config = train_config(load_config("quickstart_digits", opts))
-        rates[scaling] = scaled_learning_rate(config, 1e-3, world_size=8)
+        rates[scaling] = config.scaled_rate(1e-3, world_size=8)
     assert rates == {"linear": pytest.approx(16e-3), "sqrt": pytest.approx(4e-3), "none": 1e-3}
 
 
@@ -145,7 +140,7 @@ def test_mixed_precision_is_off_on_a_cpu_without_instructions(
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
     assert without_slow_amp(sections, world) == (sections, [])
-    with build_autocast(sections.run, world)():
+    with build_autocast(sections.run.amp_enable, sections.run.amp_dtype, world)():
         assert torch.is_autocast_enabled("cpu")
     words = frozenset({"avx512f"})
     assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, [])

@@ -13,7 +13,7 @@ from run_cases import assert_same, copy_of
 from safetensors.torch import load_file, save_file
 
 from swinv2_moe.checkpoints.checkpoint import open_checkpoint, write_weights
-from swinv2_moe.config import default_config, given_keys
+from swinv2_moe.config import default_config
 from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.convert.hub import export_hub
 from swinv2_moe.errors import UserError
@@ -315,7 +315,7 @@ def test_what_weights_were_trained_with_is_taken_over(make_config, tmp_path, cap
     keys = shape | {"DATA.INTERPOLATION": "bicubic", "MODEL.PRETRAINED": str(tmp_path / "first")}
     keys |= {"MODEL.SWINV2.WINDOW_SIZE": 8}
     config = make_config(tmp_path / "second", keys)
-    assert "DATA.MEAN" not in given_keys(config)
+    assert "DATA.MEAN" not in config.given
     capsys.readouterr()
     train(config)
     said = " ".join(capsys.readouterr().out.split())

@@ -3,6 +3,7 @@ keeps it unless training is better."""
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -204,8 +205,9 @@ def test_features_that_are_not_finite_are_told(make_config, tmp_path):
 
 def test_the_size_of_the_lowest_log_loss(make_config, tmp_path, monkeypatch):
     """A larger image must be clearly better; one that would take too long is not tried."""
-    config = make_config(tmp_path, {"DATA.VAL_SPLIT": 0.0})
-    sizes = [{"DATA.IMG_SIZE": side} for side in (16, 32)]
+    configs = [make_config(tmp_path, {"DATA.IMG_SIZE": side}) for side in (16, 32)]
+    sizes = [all_sections(config) for config in configs]
+    sources = load_sources(sizes[0].data)
     original = frozen.probe
     losses = {16: 1.0, 32: 0.99}
     seconds = {16: 1.0, 32: 4.0}
@@ -217,14 +219,15 @@ def test_the_size_of_the_lowest_log_loss(make_config, tmp_path, monkeypatch):
         return found._replace(classifier=classifier, seconds=seconds[side])
 
     monkeypatch.setattr(frozen, "probe", probed)
-    chosen, found, lines = choose_size(config, sizes, ALONE)
-    assert (chosen.DATA.IMG_SIZE, found.images) == (16, 160)
+    chosen, found, lines = choose_size(sizes, sources, ALONE)
+    assert (chosen, found.images) == (0, 160)
     assert sum("in cross-validation" in line for line in lines) == 2
     losses[32] = 0.9
-    assert choose_size(config, sizes, ALONE)[0].DATA.IMG_SIZE == 32
-    slow = make_config(tmp_path, {"TRAIN.MINUTES": 0.5})  # a tenth is 3 s, 4 are expected
-    chosen, _, lines = choose_size(slow, sizes, ALONE)
-    assert chosen.DATA.IMG_SIZE == 16
+    assert choose_size(sizes, sources, ALONE)[0] == 1
+    # a tenth of the time is 3 s, 4 are expected
+    slow = [replace(one, train=replace(one.train, minutes=0.5)) for one in sizes]
+    chosen, _, lines = choose_size(slow, sources, ALONE)
+    assert chosen == 0
     assert any(line.startswith("  32 px: not tried") for line in lines)
 
 

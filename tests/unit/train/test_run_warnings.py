@@ -10,7 +10,6 @@ from PIL import Image
 
 from swinv2_moe.config import data_config, load_config, train_config
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.optim import scaled_learning_rate
 from swinv2_moe.train.progress import LossWatch
 from swinv2_moe.train.run import train
 from swinv2_moe.train.run_report import start_warnings
@@ -88,7 +87,7 @@ def test_a_run_that_goes_on_knows_its_start_and_warns_once():
 def test_learning_rates(keys, says, make_trainer):
     trainer = make_trainer(keys)
     config = trainer.config
-    highest = scaled_learning_rate(config.train, config.train.base_lr, world_size=1)
+    highest = config.train.scaled_rate(config.train.base_lr, world_size=1)
     lines = start_warnings(config.train, config.data, trainer.data, highest)
     assert [says in line for line in lines] == [True] * (says is not None)
 
@@ -113,7 +112,7 @@ def test_the_configurations_of_this_repository_have_usual_learning_rates(make_tr
         config = load_config(file, ["MODEL.PRETRAINED", "weights"], data="data")
         training = train_config(config)
         for ranks in (1, 8):
-            rate = scaled_learning_rate(training, training.base_lr, ranks)
+            rate = training.scaled_rate(training.base_lr, ranks)
             lines = start_warnings(training, data_config(config), trainer.data, rate)
             assert lines == [], file
 

@@ -3,6 +3,7 @@ free."""
 
 import mmap
 import os
+import time
 
 import pytest
 import torch
@@ -12,17 +13,13 @@ from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.environment import peak_memory
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train import trial
+from swinv2_moe.start import trial, whole
+from swinv2_moe.start.defaults import Choice
+from swinv2_moe.start.trial import _Plan, _Times, free_memory, largest_fitting
+from swinv2_moe.start.whole import complete
 from swinv2_moe.train.step import TrainingStep
-from swinv2_moe.train.trial import (
-    _duration,
-    _Times,
-    _within_minutes,
-    free_memory,
-    largest_fitting,
-    settle,
-    within_minutes_of,
-)
+
+CPU = torch.device("cpu")
 
 
 def linear(size: int) -> int:
@@ -69,30 +66,46 @@ def test_another_error_is_not_taken_for_full_memory():
         largest_fitting(peak_of, 32, 10**9)
 
 
-def test_as_many_epochs_as_fit_into_the_minutes(make_config, tmp_path):
-    """10 s of epochs with 1 s of validation every second one; those that are given stay."""
-    keys = {"TRAIN.EPOCHS": 20, "TRAIN.WARMUP_EPOCHS": 4, "TRAIN.MINUTES": 2, "VAL_FREQ": 2}
-    config = make_config(tmp_path, keys)
+def test_as_many_epochs_as_fit_into_the_minutes():
+    """Epochs of 10 s with 1 s of validation every second one; those that are given stay."""
+    plan = _Plan(epochs=20, warmup_epochs=4, max_steps=0, val_freq=2)
     times = _Times(step=1.0, validation=1.0, steps=10)
-    assert _duration(config, times) == 20 * 10 + 10
-    fitted, lines = _within_minutes(config, times, 30.0, ())  # 90 s are left
-    assert (fitted.TRAIN.EPOCHS, fitted.TRAIN.WARMUP_EPOCHS, fitted.TRAIN.MAX_STEPS) == (8, 4, 0)
-    assert _duration(fitted, times) <= 90
-    assert lines == ["  TRAIN.EPOCHS 8: as many as fit into TRAIN.MINUTES"]
-    assert _within_minutes(config, times, 30.0, {"TRAIN.EPOCHS"})[0].TRAIN.EPOCHS == 20
-    assert _within_minutes(make_config(tmp_path, {"TRAIN.MINUTES": 0}), times, 9e9, ())[1] == []
+    assert plan.seconds(times, probe=False) == 20 * 10 + 10
+    fitted = plan.within(90.0, times, ())
+    assert fitted == _Plan(8, 4, 0, 2)
+    assert fitted.seconds(times, probe=False) <= 90
+    assert plan.within(90.0, times, {"TRAIN.EPOCHS"}) == plan
     long = _Times(step=1.0, validation=1.0, steps=1000)
-    fitted, lines = _within_minutes(config, long, 30.0, ())
-    assert (fitted.TRAIN.EPOCHS, fitted.TRAIN.WARMUP_EPOCHS, fitted.TRAIN.MAX_STEPS) == (1, 0, 89)
-    assert len(lines) == 2
+    assert plan.within(90.0, long, ()) == _Plan(1, 0, 89, 2)
 
 
-def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path):
+def completed(config, choice: Choice, world: World | None = None) -> whole.Start:
+    return complete(config, None, choice, world or World(0, 1, CPU), began=time.time())
+
+
+def open_choice(config, largest: int = 0, given: set[str] | None = None) -> Choice:
+    return Choice(config, [], largest, [], frozenset(given or ()))
+
+
+def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "_times", lambda *_: _Times(step=1.0, validation=0.0, steps=10))
+    config = make_config(tmp_path, {"TRAIN.EPOCHS": 99, "TRAIN.MINUTES": 2})
+    start = complete(config, None, open_choice(config), World(0, 1, CPU), time.time() - 30.0)
+    assert 1 <= start.sections.train.epochs <= 9  # 90 s, less what this took
+    assert any(line.endswith("as many as fit into TRAIN.MINUTES") for line in start.lines)
+    assert f"EPOCHS: {start.sections.train.epochs}" in start.sections.yaml
+    config = make_config(tmp_path, {"TRAIN.EPOCHS": 99, "TRAIN.MINUTES": 0})
+    start = completed(config, open_choice(config))
+    assert start.sections.train.epochs == 99
+
+
+def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config(tmp_path, {"TRAIN.MINUTES": 10})
+    monkeypatch.setattr(whole, "decide_by_trial", lambda *_: ([], 1.0))
     gpu, cpu = (World(0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
     limits = [
-        within_minutes_of(config, given, world).TRAIN.MINUTES
-        for given, world in (((), gpu), (("TRAIN.MINUTES",), gpu), ((), cpu))
+        completed(config, open_choice(config, given=given), world).sections.train.minutes
+        for given, world in ((None, gpu), ({"TRAIN.MINUTES"}, gpu), (None, cpu))
     ]
     assert limits == [0, 10, 10]
 
@@ -100,14 +113,13 @@ def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path):
 def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     """The batch of digits is the limit; the lines say it and how long the training takes."""
     config = make_config(tmp_path)
-    world = World(0, 1, torch.device("cpu"))
-    settled, lines = settle(config, 16, world)
-    assert settled.DATA.BATCH_SIZE == 16
-    assert any("DATA.BATCH_SIZE 16" in line for line in lines)
-    assert lines[-1].startswith("expected duration: ")
-    again, lines = settle(config, 0, world)
-    assert again.DATA.BATCH_SIZE == config.DATA.BATCH_SIZE
-    assert not any("BATCH_SIZE" in line for line in lines)
+    start = completed(config, open_choice(config, 16))
+    assert start.sections.data.batch_size == start.sections.train.batch_size == 16
+    assert any("DATA.BATCH_SIZE 16" in line for line in start.lines)
+    assert start.lines[-1].startswith("expected duration: ")
+    start = completed(config, open_choice(config))
+    assert start.sections.data.batch_size == config.DATA.BATCH_SIZE
+    assert not any("BATCH_SIZE" in line for line in start.lines)
 
 
 class TeacherOfLetters:
@@ -122,8 +134,10 @@ class TeacherOfLetters:
 
 def test_a_teacher_is_asked_for_the_classes_before_any_step(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "TrainingStep", None)
+    monkeypatch.setattr(whole, "open_teacher", lambda *_: TeacherOfLetters())
+    config = make_config(tmp_path)
     with pytest.raises(UserError, match="does not know 0"):
-        settle(make_config(tmp_path), 16, World(0, 1, torch.device("cpu")), TeacherOfLetters())
+        completed(config, open_choice(config, 16))
 
 
 def test_the_trial_has_the_classes_of_the_training(make_config, tmp_path, monkeypatch):
@@ -136,7 +150,8 @@ def test_the_trial_has_the_classes_of_the_training(make_config, tmp_path, monkey
 
     usual = trial._step
     monkeypatch.setattr(trial, "_step", step_of)
-    lines = settle(config, 16, World(0, 1, torch.device("cpu")), TeacherOfLetters())[1]
+    monkeypatch.setattr(whole, "open_teacher", lambda *_: TeacherOfLetters())
+    lines = completed(config, open_choice(config, 16)).lines
     assert set(tried) == {300}
     assert lines[-1].endswith(", and the time of the teacher, which is not tried")
 
@@ -152,26 +167,30 @@ class WithSmallerRank(World):
 
 
 def test_the_rank_with_the_least_memory_decides(make_config, tmp_path):
-    settled, lines = settle(make_config(tmp_path), 16, WithSmallerRank(0, 2, torch.device("cpu")))
-    assert settled.DATA.BATCH_SIZE == 2
-    assert "  DATA.BATCH_SIZE 2: twice as many pictures might not fit into memory" in lines
+    config = make_config(tmp_path)
+    start = completed(config, open_choice(config, 16), WithSmallerRank(0, 2, CPU))
+    assert start.sections.data.batch_size == 2
+    line = "  DATA.BATCH_SIZE 2: twice as many pictures might not fit into memory"
+    assert line in start.lines
 
 
 def test_a_batch_of_one_is_not_mixed(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "largest_fitting", lambda *_: 1)
-    world = World(0, 1, torch.device("cpu"))
-    settled, lines = settle(make_config(tmp_path, {"AUG.CUTMIX": 0.5}), 16, world)
-    assert (settled.DATA.BATCH_SIZE, settled.AUG.CUTMIX) == (1, 0)
-    assert "  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed" in lines
-    settled, lines = settle(make_config(tmp_path), 16, world)
+    config = make_config(tmp_path, {"AUG.CUTMIX": 0.5})
+    start = completed(config, open_choice(config, 16))
+    assert (start.sections.data.batch_size, start.sections.train.augment.cutmix) == (1, 0)
+    assert "  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed" in start.lines
+    config = make_config(tmp_path)
+    lines = completed(config, open_choice(config, 16)).lines
     assert not any("MIXUP" in line for line in lines)
 
 
 def test_too_little_memory_for_one_picture(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "free_memory", lambda device: 1000)
     monkeypatch.setattr(trial, "peak_memory", lambda device: 2**50)
+    config = make_config(tmp_path)
     with pytest.raises(UserError, match=r"a batch of 1 picture of 16 px does not fit .* GiB"):
-        settle(make_config(tmp_path), 16, World(0, 1, torch.device("cpu")))
+        completed(config, open_choice(config, 16))
 
 
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path):
@@ -201,17 +220,17 @@ def test_an_earlier_peak_does_not_count():
 def test_the_duration_with_accumulation(make_config, tmp_path, accumulation):
     """Of 5 batches an epoch: one step, also where some are left over."""
     config = make_config(tmp_path, {"TRAIN.ACCUMULATION_STEPS": accumulation})
-    lines = settle(config, 0, World(0, 1, torch.device("cpu")))[1]
+    lines = completed(config, open_choice(config)).lines
     assert lines[-1].startswith("expected duration: ")
 
 
 def test_more_accumulation_than_batches(make_config, tmp_path):
     config = make_config(tmp_path, {"TRAIN.ACCUMULATION_STEPS": 6})
     with pytest.raises(UserError, match=r"TRAIN.ACCUMULATION_STEPS is 6, an epoch has only"):
-        settle(config, 0, World(0, 1, torch.device("cpu")))
+        completed(config, open_choice(config))
 
 
 def test_trial_steps_do_not_learn(make_config, tmp_path):
     """A learning rate at which the loss would not stay finite without a warm-up."""
     config = make_config(tmp_path, {"TRAIN.BASE_LR": 1e30})
-    settle(config, 0, World(0, 1, torch.device("cpu")))
+    completed(config, open_choice(config))

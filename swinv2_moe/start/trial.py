@@ -18,23 +18,20 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from yacs.config import CfgNode
 
-from swinv2_moe.config import AllSections, all_sections
-from swinv2_moe.config.checks import check_config
+from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import Data, build_data
 from swinv2_moe.data.datasets import Batch
-from swinv2_moe.data.sources import Sources, load_sources
+from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.ranks.environment import peak_memory
-from swinv2_moe.ranks.precision import without_slow_amp
 from swinv2_moe.ranks.world import World
+from swinv2_moe.start.defaults import Decision
 from swinv2_moe.tables import in_words
 from swinv2_moe.threads import available_cores
 from swinv2_moe.train.progress import steps_per_epoch
 from swinv2_moe.train.step import TrainingStep
-from swinv2_moe.train.teacher import Teacher
 
 _USED = 0.8  # share of the free memory that a step may take
 _MAX_WORKERS = 8
@@ -45,22 +42,21 @@ _CACHED = ("active_file", "inactive_file")  # in its memory.stat
 _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
 
 
-def settle(
-    config: CfgNode,
+def decide_by_trial(
+    sections: AllSections,
+    sources: Sources,
     largest: int,
     world: World,
-    teacher: Teacher | None = None,
     elapsed: float = 0.0,
     given: Collection[str] = (),
-) -> tuple[CfgNode, list[str]]:
-    """The configuration with the largest batch that fits into every rank's memory, the number of
-    data workers and the epochs that fit into TRAIN.MINUTES, and lines about them and the duration
-    of the training. Collective.
+) -> tuple[list[Decision], float]:
+    """The number of data workers, the largest batch that fits into every rank's memory, and the
+    epochs that fit into TRAIN.MINUTES; and the seconds that the training then takes. Collective.
 
     Args:
+        sources: the pictures, with the classes that they are trained with.
         largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
             DATA.BATCH_SIZE is given.
-        teacher: that of the training, if any. It must know the classes of the pictures.
         elapsed: seconds since the program began.
         given: keys that the user has set, which stay as they are.
 
@@ -68,50 +64,79 @@ def settle(
         UserError: on every rank, if the pictures cannot be used, or one does not fit into a rank's
             memory.
     """
-    sources = world.on_every_rank(lambda: _sources(config, teacher))
-    config, lines = config.clone(), []
-    config.defrost()
+    decisions = []
+    data, train = sections.data, sections.train
     if "DATA.NUM_WORKERS" not in given:
         cores = max(1, available_cores() // _local_ranks())
-        config.DATA.NUM_WORKERS = world.agree(min(_MAX_WORKERS, cores))
-        lines.append(f"  DATA.NUM_WORKERS {config.DATA.NUM_WORKERS}: one for each core, at most 8")
+        data = replace(data, num_workers=world.agree(min(_MAX_WORKERS, cores)))
+        workers = {"DATA.NUM_WORKERS": data.num_workers}
+        decisions.append(Decision(workers, "one for each core, at most 8"))
     if largest:
-        limit = max(1, largest // world.size)
-        classes = len(sources.class_names)
-        found = world.on_every_rank(lambda: _try_batches(config, limit, classes, world.device))
+        limit, classes = max(1, largest // world.size), len(sources.class_names)
+        tried = _for_trial(sections)
+        found = world.on_every_rank(lambda: _try_batches(tried, limit, classes, world.device))
         size = min(world.gather(found))
-        config.DATA.BATCH_SIZE = size
+        data, train = replace(data, batch_size=size), replace(train, batch_size=size)
         reason = "at least 20 steps an epoch, at most 128 pictures"
         if size < limit:
             reason = "twice as many pictures might not fit into memory"
-        lines.append(f"  DATA.BATCH_SIZE {size}: {reason}")
-        if size == 1 and (config.AUG.MIXUP or config.AUG.CUTMIX):
-            config.AUG.MIXUP = config.AUG.CUTMIX = 0.0
-            lines.append("  AUG.MIXUP 0.0, AUG.CUTMIX 0.0: one picture cannot be mixed")
-    check_config(config)
-    config.freeze()
-    times = max(world.gather(_times(config, sources, world)))
-    config, shortened = _within_minutes(config, times, world.agree(elapsed), given)
-    lines += shortened
-    seconds = _duration(config, times)
-    beside = ""
-    if teacher is not None:
-        beside = ", and the time of the teacher, which is not tried"
-    lines.append(f"expected duration: {in_words(seconds)}{beside}")
+        decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
+        if size == 1 and (train.augment.mixup or train.augment.cutmix):
+            alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+            decisions.append(Decision(alone, "one picture cannot be mixed"))
+    tried = _for_trial(replace(sections, data=data, train=train))
+    times = max(world.gather(_times(tried, sources, world)))
+    plan = _Plan(train.epochs, train.warmup_epochs, train.max_steps, sections.run.val_freq)
+    left = 60 * train.minutes - world.agree(elapsed)
+    shorter = plan
+    if train.minutes and plan.seconds(times, train.probe) > left:
+        shorter = plan.within(left, times, given)
+    if shorter.epochs != plan.epochs:
+        epochs = {"TRAIN.EPOCHS": shorter.epochs, "TRAIN.WARMUP_EPOCHS": shorter.warmup_epochs}
+        decisions.append(Decision(epochs, "as many as fit into TRAIN.MINUTES"))
+    if shorter.max_steps != plan.max_steps:
+        epoch = in_words(times.step * times.steps)
+        steps = {"TRAIN.MAX_STEPS": shorter.max_steps}
+        decisions.append(Decision(steps, f"an epoch takes {epoch}"))
     _free_memory(world.device)
-    return config, lines
+    return decisions, shorter.seconds(times, train.probe)
 
 
-def _sources(config: CfgNode, teacher: Teacher | None) -> Sources:
-    """The pictures, with the classes that they are trained with."""
-    sources = load_sources(all_sections(config).data)
-    if teacher is None:
-        return sources
-    if config.TRAIN.DISTILL.CLASSES == "teacher":
-        return teacher.relabel(sources)
-    if sources.class_names != teacher.class_names:
-        teacher.numbers(sources.class_names)
-    return sources
+class _Times(NamedTuple):
+    """Seconds, and steps."""
+
+    step: float
+    validation: float
+    steps: int  # of an epoch
+
+
+class _Plan(NamedTuple):
+    """How long a training is."""
+
+    epochs: int
+    warmup_epochs: int
+    max_steps: int  # 0: no limit
+    val_freq: int
+
+    def seconds(self, times: _Times, probe: bool) -> float:
+        """The duration, with a validation before the first step after a probe."""
+        steps = times.steps * self.epochs
+        if self.max_steps:
+            steps = min(steps, self.max_steps)
+        validations = math.ceil(steps / times.steps / self.val_freq) + probe
+        return steps * times.step + validations * times.validation
+
+    def within(self, left: float, times: _Times, given: Collection[str]) -> "_Plan":
+        """With as many epochs, or steps, as take `left` seconds."""
+        plan, epoch = self, times.step * times.steps
+        left -= times.validation
+        fitting = int(left / (epoch + times.validation / self.val_freq))
+        if "TRAIN.EPOCHS" not in given:
+            epochs = max(1, min(self.epochs, fitting))
+            plan = plan._replace(epochs=epochs, warmup_epochs=min(self.warmup_epochs, epochs // 2))
+        if fitting < 1 and "TRAIN.MAX_STEPS" not in given:
+            plan = plan._replace(max_steps=max(1, int(left / times.step)))
+        return plan
 
 
 def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int:
@@ -142,13 +167,12 @@ def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int
     return fitting
 
 
-def _try_batches(config: CfgNode, limit: int, classes: int, device: torch.device) -> int:
+def _try_batches(sections: AllSections, limit: int, classes: int, device: torch.device) -> int:
     """As `largest_fitting`, with steps of the configured model on noise.
 
     Raises:
         UserError: a batch of 1 does not fit.
     """
-    sections = _sections(config, device)
     _free_memory(device)
     free, before = free_memory(device), _used_memory(device)
     step: TrainingStep | None = None
@@ -172,10 +196,9 @@ def _try_batches(config: CfgNode, limit: int, classes: int, device: torch.device
     return fitting
 
 
-def _sections(config: CfgNode, device: torch.device) -> AllSections:
-    """The sections of one rank, without compilation and graphs, without mixup, which needs an even
-    batch, and without learning, which may diverge before a warm-up."""
-    sections, _ = without_slow_amp(all_sections(config), World(0, 1, device))
+def _for_trial(sections: AllSections) -> AllSections:
+    """Without compilation and graphs, without mixup, which needs an even batch, and without
+    learning, which may diverge before a warm-up."""
     augment = replace(sections.train.augment, mixup=0.0, cutmix=0.0)
     train = replace(sections.train, augment=augment, compile=False, graph=False, base_lr=0.0)
     return replace(sections, train=train)
@@ -188,63 +211,9 @@ def _step(sections: AllSections, classes: int, device: torch.device) -> Training
     return step
 
 
-def within_minutes_of(config: CfgNode, given: Collection[str], world: World) -> CfgNode:
-    """The configuration without the limit TRAIN.MINUTES on a GPU, unless the user has given it."""
-    if world.device.type == "cpu" or "TRAIN.MINUTES" in given:
-        return config
-    config = config.clone()
-    config.defrost()
-    config.TRAIN.MINUTES = 0.0
-    config.freeze()
-    return config
-
-
-class _Times(NamedTuple):
-    """Seconds, and steps."""
-
-    step: float
-    validation: float
-    steps: int  # of an epoch
-
-
-def _within_minutes(
-    config: CfgNode, times: _Times, elapsed: float, given: Collection[str]
-) -> tuple[CfgNode, list[str]]:
-    """The configuration with fewer epochs, or steps, where those that were chosen would take longer
-    than TRAIN.MINUTES."""
-    left = 60 * config.TRAIN.MINUTES - elapsed
-    if not config.TRAIN.MINUTES or _duration(config, times) <= left:
-        return config, []
-    config = config.clone()
-    config.defrost()
-    train, lines = config.TRAIN, []
-    epoch = times.step * times.steps
-    fitting = int((left - times.validation) / (epoch + times.validation / config.VAL_FREQ))
-    if "TRAIN.EPOCHS" not in given:
-        train.EPOCHS = max(1, min(train.EPOCHS, fitting))
-        train.WARMUP_EPOCHS = min(train.WARMUP_EPOCHS, train.EPOCHS // 2)
-        lines.append(f"  TRAIN.EPOCHS {train.EPOCHS}: as many as fit into TRAIN.MINUTES")
-    if fitting < 1 and "TRAIN.MAX_STEPS" not in given:
-        train.MAX_STEPS = max(1, int((left - times.validation) / times.step))
-        lines.append(f"  TRAIN.MAX_STEPS {train.MAX_STEPS}: an epoch takes {in_words(epoch)}")
-    config.freeze()
-    return config, lines
-
-
-def _duration(config: CfgNode, times: _Times) -> float:
-    """Seconds of the training."""
-    train = config.TRAIN
-    steps = times.steps * train.EPOCHS
-    if train.MAX_STEPS:
-        steps = min(steps, train.MAX_STEPS)
-    validations = math.ceil(steps / times.steps / config.VAL_FREQ) + train.PROBE
-    return steps * times.step + validations * times.validation
-
-
-def _times(config: CfgNode, sources: Sources, world: World) -> _Times:
+def _times(sections: AllSections, sources: Sources, world: World) -> _Times:
     """The times of a few steps on the training's own pictures. The first step, which may compile
     kernels, does not count."""
-    sections = _sections(config, world.device)
     data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
     accumulation = sections.train.accumulation_steps
     with closing(data):
