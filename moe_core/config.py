@@ -191,8 +191,9 @@ class MoEConfig:
 
     def capacity_factor_in(self, training: bool) -> float:
         """The capacity factor in training or in evaluation."""
-        as_in_training = self.routing == "expert_choice" and self.eval_capacity_factor == 0
-        if training or as_in_training:
+        if training:
+            return self.capacity_factor
+        if self.eval_capacity_factor == 0 and self.routing == "expert_choice":
             return self.capacity_factor
         return self.eval_capacity_factor
 

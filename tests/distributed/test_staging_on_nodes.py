@@ -17,8 +17,8 @@ from moe_core.parallel import Ranks
 from swinv2_moe import tables
 from swinv2_moe.commands import run
 from swinv2_moe.data.prepare import shard_exchange
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
-from swinv2_moe.data.prepare.shard_exchange import Exchange
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
+from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped, stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, Sources
@@ -33,14 +33,14 @@ def made(tmp_path, monkeypatch) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(60) % 4)
     sources = Sources(source, source, list("abcd"))
-    make_shards(sources, str(tmp_path / "shards"), Options(shard_mb=0.02), 1)
+    make_shards(sources, str(tmp_path / "shards"), ShardOptions(shard_mb=0.02), 1)
     return tmp_path / "shards"
 
 
-def exchange_of(rank: int) -> Exchange:
+def exchange_of(rank: int) -> ShardExchange:
     shard_exchange._CHUNK = CHUNK
     tables.TransferBar.start = lambda self: None
-    return Exchange(Ranks(dist.group.WORLD, f"node {rank} of {dist.get_world_size()}"))
+    return ShardExchange(Ranks(dist.group.WORLD, f"node {rank} of {dist.get_world_size()}"))
 
 
 def content(root: Path) -> dict[str, bytes]:
