@@ -148,7 +148,7 @@ class Trainer:
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set. Every rank calls this."""
-        step = self.step
+        step, config = self.step, self.config.train
         started = time.perf_counter()
         accuracy = evaluate(
             step.deployed,
@@ -156,7 +156,8 @@ class Trainer:
             self.world,
             step.autocast,
             self._check_stop,
-            novelty=self.config.train.best_by == "calibrated",
+            # a compiled model would not show what its classifier sees
+            novelty=config.best_by == "calibrated" and not config.compile,
         )
         self.validation_seconds = time.perf_counter() - started
         self.temperature, self.novelty = accuracy.temperature, accuracy.novelty
