@@ -35,7 +35,7 @@ from torch import Tensor
 
 from moe_core.ops import make_plan
 from moe_core.ops.ffn.inputs import MoEFFNInputs
-from moe_core.ops.ffn.triton import _Call
+from moe_core.ops.ffn.triton import _Launches
 from moe_core.ops.ffn.triton_kernels import hidden_grad_kernel, hidden_kernel
 from swinv2_moe.measure.rounds import capture
 from swinv2_moe.measure.spread import median_and_spread
@@ -99,7 +99,8 @@ def ours(inputs: Inputs) -> dict[str, Work]:
     i, plan = inputs, inputs.plan
     weights = (i.w1, i.b1, i.w2, i.b2, None, None, i.w1, i.w2, None)
     where = (plan.choices, plan.offsets, plan.slots, plan.kept, None)
-    call = _Call(MoEFFNInputs(i.x, i.gates, *weights, *where, "gelu", 0.0, True, "triton", ""))
+    options = ("gelu", 0.0, True, "triton", "triton")
+    call = _Launches(MoEFFNInputs(i.x, i.gates, *weights, *where, *options))
 
     def up() -> Tensor:
         z, h = torch.empty_like(i.z), torch.empty_like(i.z)
