@@ -99,8 +99,9 @@ def ours(inputs: Inputs) -> dict[str, Work]:
     i, plan = inputs, inputs.plan
     weights = (i.w1, i.b1, i.w2, i.b2, None, None, i.w1, i.w2, None)
     where = (plan.choices, plan.offsets, plan.slots, plan.kept, None)
-    options = ("gelu", 0.0, True, "triton", "triton")
-    call = _Launches(MoEFFNInputs(i.x, i.gates, *weights, *where, *options))
+    call = _Launches(
+        MoEFFNInputs(i.x, i.gates, *weights, *where, "gelu", 0.0, True, "auto", "triton")
+    )
 
     def up() -> Tensor:
         z, h = torch.empty_like(i.z), torch.empty_like(i.z)

@@ -105,6 +105,7 @@ class Trainer:
         self.joules: float | None = None  # of the GPUs in all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
         self.temperature = 1.0  # of the logits in the last validation
+        self.novelty: dict | None = None  # of the last validation
         self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -147,13 +148,19 @@ class Trainer:
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set. Every rank calls this."""
-        step = self.step
+        step, config = self.step, self.config.train
         started = time.perf_counter()
         accuracy = evaluate(
-            step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
+            step.deployed,
+            self.data.val_loader,
+            self.world,
+            step.autocast,
+            self._check_stop,
+            # a compiled model would not show what its classifier sees
+            novelty=config.best_by == "calibrated" and not config.compile,
         )
         self.validation_seconds = time.perf_counter() - started
-        self.temperature = accuracy.temperature
+        self.temperature, self.novelty = accuracy.temperature, accuracy.novelty
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -411,6 +418,8 @@ class Trainer:
         )
         if self.config.train.best_by == "calibrated":
             meta["temperature"] = self.temperature
+            if self.novelty:
+                meta["novelty"] = self.novelty
         return meta
 
     def resume(self, source: Checkpoint) -> None:
@@ -457,6 +466,7 @@ class Trainer:
         self.dense_updates = training.get("dense_updates", 0)
         self.joules = training.get("joules")
         self.temperature = source.meta.get("temperature", 1.0)
+        self.novelty = source.meta.get("novelty")
         if upcycles:
             self.dense_updates = updates
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)

@@ -4,12 +4,14 @@ keeps it unless training is better."""
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from run_cases import interrupt_at, weights_of
+from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from trainer_cases import QUICKSTART, SMALL
 
@@ -22,6 +24,8 @@ from swinv2_moe.measure import report
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
+from swinv2_moe.predict.prediction import as_csv
+from swinv2_moe.predict.predictor import load_predictor
 from swinv2_moe.ranks.world import World, expert_group, seed_everything
 from swinv2_moe.start import frozen
 from swinv2_moe.start.frozen import choose_size, extract_features, probe, set_classifier
@@ -246,6 +250,22 @@ def test_a_checkpoint_is_used_at_its_temperature(make_config, tmp_path):
         assert torch.equal(read[name], trained[name] / stored)
     others = trained.keys() - {weight, bias}
     assert all(torch.equal(read[name], trained[name]) for name in others)
+    _check_what_is_unlike_the_digits(tmp_path / "run")
+
+
+def _check_what_is_unlike_the_digits(run: Path) -> None:
+    """In Python and CSV, and with no features of the checkpoint, not at all."""
+    model = load_predictor(run)
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    digits = [(15.9 * digit).astype(np.uint8) for digit in load_digits().images[:50]]
+    assert [type(one.is_unlike) for one in model.predict([noise])] == [bool]
+    marked = [one.is_unlike for one in model.predict(digits)]
+    assert sum(marked) < len(marked) / 2
+    text = as_csv(model.predict([noise]))
+    assert text.splitlines()[0].endswith(",unlike_training,error")
+    assert text.splitlines()[1].split(",")[-2] in ("yes", "no")
+    model._novelty = None
+    assert [one.is_unlike for one in model.predict([noise])] == [None]
 
 
 def validations(run):
