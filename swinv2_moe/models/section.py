@@ -378,7 +378,7 @@ class ModelConfig:
         "",
         "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
         " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
-        " `hf-hub:OWNER/NAME`",
+        " `hf-hub:OWNER/NAME`, `efficientnet_lite2` (needs the teacher extra)",
         affects="start",
     )
     upcycle: str = option(

@@ -149,7 +149,7 @@ def choose_size(
             if world.agree(expected > limit):
                 lines.append(f"  {size} px: not tried, it would take about {in_words(expected)}")
                 break
-        model = _pretrained(sections, sources, world)
+        model = pretrained(sections, sources, world)
         found = probe(model, sections, sources, world, _FOR_SIZES)
         tried.append(found)
         loss = f"log loss {found.classifier.log_loss:.2f}"
@@ -165,7 +165,7 @@ def choose_size(
     return best, tried[best] if has_all else None, lines
 
 
-def _pretrained(sections: AllSections, sources: Sources, world: World) -> MoEModel:
+def pretrained(sections: AllSections, sources: Sources, world: World) -> MoEModel:
     """The pretrained network of each rank, with all experts."""
     seed_everything(sections.run.seed)
     model = build_model(sections.model, len(sources.class_names))

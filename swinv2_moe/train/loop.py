@@ -257,7 +257,7 @@ class Trainer:
             with self.phases.phase("data"):
                 self.distillation.prepare(view, recorder, self._check_stop)
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
-        self.step.wrapped.train()
+        self.step.train()
         loader = Batches(self.data.train_loader, accumulation, self.phases)
         title = f"epoch {progress.epoch + 1}/{progress.epochs}"
         unreadable: list[str] = []

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from torch import Tensor
+from torch import Tensor, nn
 
 import moe_core
 from moe_core import (
@@ -127,6 +127,15 @@ class TrainingStep:
                     factor = factor.data_ptr()
                 found += [part.top_k, factor]
         return tuple(found)
+
+    def train(self) -> None:
+        """Put the model into training mode. After a probe, batch norms keep the statistics with
+        which the features were computed: those of small batches would replace them."""
+        self.wrapped.train()
+        if self.config.probe:
+            for module in self.model.modules():
+                if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                    module.eval()
 
     @property
     def deployed(self) -> MoEModel:

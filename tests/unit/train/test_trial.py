@@ -15,7 +15,7 @@ from swinv2_moe.ranks.environment import peak_memory
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import trial, whole
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.trial import _Plan, _Times, free_memory, largest_fitting
+from swinv2_moe.start.trial import Times, _Plan, free_memory, largest_fitting
 from swinv2_moe.start.whole import complete
 from swinv2_moe.train.step import TrainingStep
 
@@ -69,13 +69,13 @@ def test_another_error_is_not_taken_for_full_memory():
 def test_as_many_epochs_as_fit_into_the_minutes():
     """Epochs of 10 s with 1 s of validation every second one; those that are given stay."""
     plan = _Plan(epochs=20, warmup_epochs=4, max_steps=0, val_freq=2)
-    times = _Times(step=1.0, validation=1.0, steps=10)
+    times = Times(step=1.0, validation=1.0, steps=10)
     assert plan.seconds(times, probe=False) == 20 * 10 + 10
     fitted = plan.within(90.0, times, ())
     assert fitted == _Plan(8, 4, 0, 2)
     assert fitted.seconds(times, probe=False) <= 90
     assert plan.within(90.0, times, {"TRAIN.EPOCHS"}) == plan
-    long = _Times(step=1.0, validation=1.0, steps=1000)
+    long = Times(step=1.0, validation=1.0, steps=1000)
     assert plan.within(90.0, long, ()) == _Plan(1, 0, 89, 2)
 
 
@@ -88,7 +88,7 @@ def open_choice(config, largest: int = 0, given: set[str] | None = None) -> Choi
 
 
 def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "_times", lambda *_: _Times(step=1.0, validation=0.0, steps=10))
+    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 0.0, 10))
     config = make_config(tmp_path, {"TRAIN.EPOCHS": 99, "TRAIN.MINUTES": 2})
     start = complete(config, None, open_choice(config), World(0, 1, CPU), time.time() - 30.0)
     assert 1 <= start.sections.train.epochs <= 9  # 90 s, less what this took
@@ -101,7 +101,8 @@ def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
 
 def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config(tmp_path, {"TRAIN.MINUTES": 10})
-    monkeypatch.setattr(whole, "decide_by_trial", lambda *_: ([], 1.0))
+    monkeypatch.setattr(whole, "decide_batch", lambda *_: [])
+    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 1.0, 1))
     gpu, cpu = (World(0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
     limits = [
         completed(config, open_choice(config, given=given), world).sections.train.minutes
