@@ -23,7 +23,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ def tensors_by_file(
     model: nn.Module,
     tensors: dict[str, Tensor],
     writes_trunk: bool = True,
-    only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file, tensors) for each file that this rank has to write.
 
@@ -67,7 +66,6 @@ def tensors_by_file(
         tensors: any subset of `model.state_dict()`; expert tensors are [E, ...]. The results are
             views of these tensors.
         writes_trunk: whether this rank writes the trunk.
-        only: the expert files to yield; None: all.
 
     Raises:
         ValueError: a tensor of experts is not [E, ...].
@@ -90,13 +88,10 @@ def tensors_by_file(
                 )
         for e in range(shard.num_experts):
             file = expert_file(layer_name, shard.first_expert + e)
-            if only is None or file in only:
-                parts = {name: tensor[e : e + 1] for name, tensor in owned.items()}
-                expert = {
-                    name: join_parts(part, shard, layer.group)[0] for name, part in parts.items()
-                }
-                if layer.group.replica == 0 and shard.part == 0:
-                    yield file, expert
+            parts = {name: tensor[e : e + 1] for name, tensor in owned.items()}
+            expert = {name: join_parts(part, shard, layer.group)[0] for name, part in parts.items()}
+            if layer.group.replica == 0 and shard.part == 0:
+                yield file, expert
     if writes_trunk:
         yield TRUNK, trunk
 

@@ -5,22 +5,20 @@ complete under its name or not at all. They use the primitives of `moe_core.file
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
-from moe_core.files import atomic_write, fsync, open_regular, try_lock
+from moe_core.files import atomic_write, fsync, open_regular
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.owner_file import owner_file
 
 MAX_LINE = 1 << 26  # bytes of a line of metrics.jsonl
 MAX_YAML_CHARS = 1 << 16
@@ -297,29 +295,3 @@ def replace_link(link: Path, target: str) -> None:
     temporary.symlink_to(target)
     temporary.replace(link)
     fsync(link.parent)
-
-
-@contextmanager
-def only_process(directory: str | Path) -> Iterator[None]:
-    """Lock `directory` against other processes that call this.
-
-    On a file system without locks this writes an owner file.
-
-    The lock is held until the end of the block. If this process is killed in it, the lock is held
-    until all processes forked in the block have ended.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
-    lock = os.open(directory, os.O_RDONLY)
-    with ExitStack() as stack:
-        stack.callback(os.close, lock)
-        try:
-            is_locked = try_lock(lock, inherited=True)
-        except OSError as error:
-            stack.enter_context(owner_file(Path(directory), error, str(directory)))
-        else:
-            if not is_locked:
-                raise UserError(f"{directory}: another process is writing there")
-            stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # forked processes may have it open
-        yield

@@ -2,22 +2,28 @@
 
     PYTHONPATH=tests .venv/bin/python -m pytest -p cpu_seconds --numprocesses 2 --dist loadfile
 
-Counts the process of the test and its children once they have ended; not collection and imports,
-and not what servers of processes do. `--cpu-seconds FILE` also writes every test into a file.
+Counts the process of the test and all that it started, the ranks of gloo worlds among them; not
+collection and imports. `--cpu-seconds FILE` also writes every test into a file.
 """
 
-import resource
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 PROPERTY = "CPU seconds"
 
 
 def used() -> float:
-    times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(time.ru_utime + time.ru_stime for time in times)
+    """Of this process, of what it started, and of what has ended below these."""
+    me, total = psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            total += sum(process.cpu_times()[:4])  # user and system, its own and its children's
+        except psutil.NoSuchProcess:  # counted with its parent from now on
+            continue
+    return total
 
 
 class Seconds:

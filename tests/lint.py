@@ -117,8 +117,8 @@ SHARED = [
     "moe_core",
     "swinv2_moe.output",
     "swinv2_moe.errors",
-    "swinv2_moe.owner_file",
     "swinv2_moe.files",
+    "swinv2_moe.locks",
     "swinv2_moe.forms",
     "swinv2_moe.data.section",
     "swinv2_moe.tables",
@@ -142,8 +142,8 @@ ALLOWED = {
     "swinv2_moe.threads": ["swinv2_moe.output"],
     "swinv2_moe.tables": ["swinv2_moe.output"],
     "swinv2_moe.plots": ["swinv2_moe.output", "swinv2_moe.errors"],
-    "swinv2_moe.owner_file": ["swinv2_moe.output", "swinv2_moe.errors"],
-    "swinv2_moe.files": ["moe_core", "swinv2_moe.errors", "swinv2_moe.owner_file"],
+    "swinv2_moe.locks": ["moe_core.files", "swinv2_moe.output", "swinv2_moe.errors"],
+    "swinv2_moe.files": ["moe_core", "swinv2_moe.errors"],
     "swinv2_moe.forms": ["swinv2_moe.files"],
     "swinv2_moe.imports": ["swinv2_moe.errors"],
     # The sections of a configuration stand beside what they configure, below the configuration.
@@ -179,6 +179,7 @@ ALLOWED = {
         "swinv2_moe.tables",
         "swinv2_moe.errors",
         "swinv2_moe.files",
+        "swinv2_moe.locks",
         "swinv2_moe.imports",
     ],
     "swinv2_moe.routing_pictures": [

@@ -112,7 +112,7 @@ Each line is a model that tests build with random weights and few channels, in f
 experts into its last two blocks with MLPs. Then logits, features, loss and the gradients of all
 other parameters are those of the dense model, and the gradients of an FFN's copies add up to its
 own, within a relative error of 1e-7. With new experts (`upcycle=False`) the attached loss trains
-the routers. `python tests/timm_families.py` writes this page.
+the routers, which is tried in every fourth model. `python tests/timm_families.py` writes this page.
 
 | family | model of timm | FFNs of its blocks | the last of them as experts |
 | --- | --- | --- | --- |

@@ -83,20 +83,6 @@ class Checkpoint:
             return "ema"
         return ""
 
-    def expert_ages(self) -> str | None:
-        """One line about experts that are older than the checkpoint (partial saves); None if there
-        are none."""
-        ages = []
-        for steps in self.meta["experts"].values():
-            ages += [self.meta["step"] - step for step in steps]
-        old = [age for age in ages if age]
-        if not old:
-            return None
-        return (
-            f"{len(old)} of {len(ages)} experts are older than the rest, by up to {max(old)} steps"
-            " (partial saves)"
-        )
-
 
 def checkpoints_below(root: Path) -> list[Path]:
     """The complete checkpoints in `root`, the newest step first."""

@@ -99,7 +99,6 @@ _CLASSIFIER_TRAINING = record(
         "best_score": NUMBER,
         "best_epoch": COUNT,
         "ended": TEXT,
-        "needed_capacity": list_of(list_of(POSITIVE_NUMBER)),
         "dense_updates": COUNT,
         "epoch_losses": NUMBER,
         "epoch_seconds": NUMBER,

@@ -1,8 +1,8 @@
 """Writing checkpoints while training continues.
 
-1. Rank 0 chooses the directory and the experts that are written; the ranks agree on both.
-2. Each rank copies the tensors that it writes. Tensors that exceed CHECKPOINT.STAGING_MB are
-   written at once. Training continues.
+1. Rank 0 makes a directory, on which the ranks agree.
+2. Each rank copies the tensors that it writes. Tensors that exceed STAGING_BYTES are written at
+   once. Training continues.
 3. A thread of each rank writes the copies, waits until they are on the disk, and gathers the
    records or the error of every rank.
 4. Rank 0 writes meta.json, renames the directory, points `latest` (and `best`) at it and removes
@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_core import expert_parameters, moe_layers
-from moe_core.checkpoint import expert_file, tensors_by_file, write_tensors
-from moe_core.files import fsync, fsync_and_hash, publish_directory
+from moe_core import expert_parameters
+from moe_core.checkpoint import tensors_by_file, write_tensors
+from moe_core.files import fsync_and_hash, publish_directory
 from swinv2_moe.checkpoints.checkpoint import Checkpoint, checkpoints_below, order_of
 from swinv2_moe.checkpoints.meta import write_meta
 from swinv2_moe.errors import UserError
@@ -41,15 +41,7 @@ from swinv2_moe.train.section import CheckpointConfig
 Sections = dict[str, dict[str, Tensor]]
 _Kind = tuple[torch.Size, torch.dtype]
 
-
-class SavePlan(NamedTuple):
-    """The ranks' agreement on a save."""
-
-    temporary: Path
-    # the expert files that every section writes; None: all
-    written_experts: frozenset[str] | None = None
-    # the files of the other experts, which become links to the previous checkpoint
-    linked_files: tuple[str, ...] = ()
+STAGING_BYTES = 4 << 30  # of host memory per rank, for saving while training continues
 
 
 class Cost(NamedTuple):
@@ -181,7 +173,7 @@ class Saver:
     A save that fails is reported, and the run continues.
 
     Args:
-        config: which checkpoints are kept, and what a partial save leaves out.
+        config: which checkpoints are kept.
         source: the checkpoint that the run resumes from, if any. Newer ones in `root` are renamed
             to set-aside-*.
         print_line: prints a line for the user; called from any thread.
@@ -202,7 +194,7 @@ class Saver:
         self.config = config
         self.print_line = print_line
         self.report = report
-        self.staging = StagingBuffers(config.staging_mb * 2**20)
+        self.staging = StagingBuffers(STAGING_BYTES)
         # The thread has a process group of its own: collectives of two threads in one group could
         # be matched in different orders on different ranks.
         self.group: dist.ProcessGroup | None = None
@@ -228,16 +220,12 @@ class Saver:
         sections: Sections,
         meta: dict,
         is_best: bool = False,
-        partial: bool = False,
     ) -> None:
         """Write `root/step-<meta["step"]>`. Every rank calls this. The tensors may change once it
         has returned.
 
         Args:
             meta: what `swinv2_moe.checkpoints.meta.describe` returns.
-            partial: write only the `config.experts` experts of each layer that have the oldest
-                copies, and link the others to their copies in the previous checkpoint (arXiv
-                2408.04307, MoC-System).
 
         Raises:
             UserError: on every rank, if weights that should be equal differ between ranks. Nothing
@@ -247,20 +235,19 @@ class Saver:
         self.wait()
         self.error = None
         self._check_equal_weights(model, meta["step"])
-        plan = self._plan(model, list(sections), meta, partial)
-        if plan is None:
+        temporary = self._begin(meta)
+        if temporary is None:
             return
-        job = SaveJob(plan.temporary, self.staging)
+        job = SaveJob(temporary, self.staging)
         for i, (section, tensors) in enumerate(sections.items()):
             # every rank has the whole trunk: the ranks share the work of writing it
             writes_trunk = i % self.world.size == self.world.rank
             tensors = gather_shards(tensors, keep=writes_trunk)
-            files = tensors_by_file(model, tensors, writes_trunk, plan.written_experts)
-            for file, content in files:
+            for file, content in tensors_by_file(model, tensors, writes_trunk):
                 job.add(os.path.join(section, file), content)
         self.staging.synchronize()
         stall = time.perf_counter() - started
-        arguments = (job, plan, meta, is_best, started, stall)
+        arguments = (job, meta, is_best, started, stall)
         # A daemon: if ranks have died, its collective must not keep this process from ending.
         self.thread = threading.Thread(
             target=self._finish, args=arguments, name="checkpoint", daemon=True
@@ -306,55 +293,19 @@ class Saver:
 
     # Before a save, on rank 0
 
-    def _plan(
-        self, model: nn.Module, sections: Collection[str], meta: dict, partial: bool
-    ) -> SavePlan | None:
-        """Make the plan, the same on every rank; None if nothing can be written in `root`."""
-        plan = None
+    def _begin(self, meta: dict) -> Path | None:
+        """The new directory to write to, the same on every rank; None if nothing can be written in
+        `root`."""
+        temporary: Path | None = None
         if self.world.is_main:
             temporary = self.root / f".{_name(meta)}.tmp"
             try:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                plan = SavePlan(temporary)
-                if partial:
-                    plan = self._partial_plan(temporary, model, sections)
             except OSError as error:
                 self._failed(meta, str(error))
-        return self.world.agree(plan)
-
-    def _partial_plan(
-        self, temporary: Path, model: nn.Module, sections: Collection[str]
-    ) -> SavePlan:
-        """Plan to write the `config.experts` experts of each layer that have the oldest copies.
-
-        All experts are written if the previous checkpoint does not have the others.
-        """
-        complete = SavePlan(temporary)
-        if not self.config.experts or self.previous is None or not self.previous.directory.is_dir():
-            return complete
-        meta = self.previous.meta
-        layers = moe_layers(model)
-        written: set[str] = set()
-        others: list[str] = []
-        for i, (name, layer) in enumerate(layers.items()):
-            num_experts = layer.config.num_experts
-            steps = meta["experts"].get(name, [])
-            if len(steps) != num_experts:
-                return complete
-            # Each layer starts with a different expert, so that the ranks write about the same
-            # amount.
-            first = i * num_experts // len(layers)
-            turns = []
-            for expert, step in enumerate(steps):
-                turns.append((step, (expert - first) % num_experts, expert_file(name, expert)))
-            files = [file for _, _, file in sorted(turns)]
-            written.update(files[: self.config.experts])
-            others += files[self.config.experts :]
-        linked = tuple(os.path.join(section, file) for section in sections for file in others)
-        if any(file not in meta["files"] for file in linked):
-            return complete
-        return SavePlan(temporary, frozenset(written), linked)
+                temporary = None
+        return self.world.agree(temporary)
 
     def _tidy(self, source: Checkpoint | None) -> None:
         """Remove the leftovers of a killed run, and set aside the checkpoints of steps that this
@@ -379,12 +330,12 @@ class Saver:
     # In the thread
 
     def _finish(
-        self, job: SaveJob, plan: SavePlan, meta: dict, is_best: bool, started: float, stall: float
+        self, job: SaveJob, meta: dict, is_best: bool, started: float, stall: float
     ) -> None:
         try:
             files, error = self._gather_records(job.finish())
             if self.world.is_main and error is None:
-                self._publish(plan, meta, files, is_best)
+                self._publish(job.directory, meta, files, is_best)
         except OSError as problem:
             error = str(problem)
         except Exception as problem:  # the run continues after any error
@@ -393,7 +344,7 @@ class Saver:
             self.report(Cost(meta["step"], stall, time.perf_counter() - started, job.bytes))
             return
         if self.world.is_main:
-            shutil.rmtree(plan.temporary, ignore_errors=True)
+            shutil.rmtree(job.directory, ignore_errors=True)
         self._failed(meta, error)
 
     def _gather_records(
@@ -414,17 +365,15 @@ class Saver:
             return files, errors[0]
         return files, None
 
-    def _publish(self, plan: SavePlan, meta: dict, files: dict, is_best: bool) -> None:
+    def _publish(self, temporary: Path, meta: dict, files: dict, is_best: bool) -> None:
         """Complete the directory and give it its name."""
         for name, record in files.items():
-            path = plan.temporary / name
+            path = temporary / name
             if not path.is_file() or path.stat().st_size != record["bytes"]:
                 raise OSError(f"{path} is not what a rank wrote; do all nodes share {self.root}?")
-        if plan.written_experts is not None:
-            meta = meta | {"experts": self._link_experts(plan, meta, files)}
-        meta = write_meta(plan.temporary, meta | {"files": dict(sorted(files.items()))})
+        meta = write_meta(temporary, meta | {"files": dict(sorted(files.items()))})
         final = _free_name(self.root / _name(meta))
-        publish_directory(plan.temporary, final)
+        publish_directory(temporary, final)
         self.previous = Checkpoint(final, meta)
         try:
             self._point_and_prune(final, is_best)
@@ -433,28 +382,6 @@ class Saver:
                 f"{final.name} is saved, but its links or older checkpoints could not be updated:"
                 f" {error}"
             )
-
-    def _link_experts(self, plan: SavePlan, meta: dict, files: dict) -> dict[str, list[int]]:
-        """Link the experts that were not written to their copies in the previous checkpoint, and
-        add their records to `files`.
-
-        Returns:
-            For each layer, the step of each expert's copy.
-        """
-        previous = self.previous
-        assert previous is not None
-        assert plan.written_experts is not None
-        for name in plan.linked_files:
-            (plan.temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            _link(previous.directory / name, plan.temporary / name)
-            files[name] = previous.meta["files"][name]
-        steps = {}
-        for layer, previous_steps in previous.meta["experts"].items():
-            steps[layer] = list(previous_steps)
-            for expert in range(len(previous_steps)):
-                if expert_file(layer, expert) in plan.written_experts:
-                    steps[layer][expert] = meta["step"]
-        return steps
 
     def _point_and_prune(self, newest: Path, is_best: bool) -> None:
         latest, best = self._links()
@@ -496,14 +423,3 @@ def _free_name(path: Path) -> Path:
             break
         candidate = path.with_name(f"{path.name}-{i}")
     return candidate
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it where the file system has no hard links."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
-        fsync(target)

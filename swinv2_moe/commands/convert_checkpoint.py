@@ -65,13 +65,7 @@ def parse() -> argparse.Namespace:
         metavar="FILE",
         help="text file with a name per line, in the order of the classifier's outputs",
     )
-    command.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        metavar="STD",
-        help="dense: relative noise that is added to the experts",
-    )
+    command.add_argument("--noise", help=argparse.SUPPRESS)  # has left
     command.add_argument(
         "--output", required=True, metavar="DIR", help="directory of the new checkpoint"
     )
@@ -116,8 +110,8 @@ def parse() -> argparse.Namespace:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise UserError for an option that does not belong to the kind of file."""
-    if args.command == "import" and args.noise and args.kind != "dense":
-        raise UserError(f"--noise {args.noise}: is for dense weights, not for {args.kind}")
+    if args.command == "import" and args.noise is not None:
+        raise UserError("--noise has left: experts with noise became no better than copies")
     if args.command == "export" and args.newer and args.kind != "swin-moe":
         raise UserError(f"--newer: is for swin-moe, not for {args.kind}")
     if args.command == "export" and args.dtype != DTYPES[0] and args.kind != "single":
@@ -246,7 +240,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.command == "import":
         names = class_names(args.class_names)
         output = Path(args.output)
-        notes = import_weights(args.kind, Path(args.source), output, config, names, args.noise)
+        notes = import_weights(args.kind, Path(args.source), output, config, names)
         print_lines(
             *notes,
             *written([output]),

@@ -15,7 +15,6 @@ from swinv2_moe.config.load import (
     merge_opts,
     resolve_batch_size,
 )
-from swinv2_moe.config.schedule import Schedule, parse_schedule
 from swinv2_moe.config.tree import (
     AllSections,
     Change,
@@ -34,7 +33,6 @@ __all__ = [
     "EVERYDAY",
     "AllSections",
     "Change",
-    "Schedule",
     "all_sections",
     "as_opts",
     "changed",
@@ -50,7 +48,6 @@ __all__ = [
     "load_config",
     "merge_opts",
     "model_config",
-    "parse_schedule",
     "resolve_batch_size",
     "run_config",
     "train_config",

@@ -6,21 +6,12 @@ from collections.abc import Collection
 
 from yacs.config import CfgNode
 
-from moe_core import GATED_ACTIVATIONS, MoEConfig
+from moe_core import GATED_ACTIVATIONS
 from moe_core.options import Option
-from swinv2_moe.config.schedule import parse_schedule
 from swinv2_moe.config.tree import flatten, key_options, layer_config, train_config
 from swinv2_moe.data.section import DATASETS
 from swinv2_moe.errors import UserError
 from swinv2_moe.models.section import TRUNKS, ExpertsConfig
-
-# Keys of MODEL.MOE that change the routing during training, and the kinds of routing for which they
-# can be used. Experts that choose always take as many tokens as their capacity: CAPACITY_AUTO would
-# only lower it.
-_ROUTINGS_OF_KEYS = {
-    "TOP_K_SCHEDULE": ("token_choice", "expert_choice"),
-    "CAPACITY_AUTO": ("token_choice",),
-}
 
 _SPLIT_DATASETS = ("folder", "imagenet")  # datasets that DATA.VAL_SPLIT can split
 
@@ -58,7 +49,6 @@ def check_config(config: CfgNode) -> None:
             )
     trunk.check(config)
     _check_strategy(config)
-    _check_routing_schedules(config)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -72,7 +62,6 @@ def check_settings(config: CfgNode) -> None:
 
     Checkpoints with such keys exist, so their configuration is not checked for them.
     """
-    _check_keys_of_routing(config)
     _check_distillation(config)
     _check_graph(config)
     class_map = config.MODEL.CLASS_MAP
@@ -152,36 +141,6 @@ def _check_experts(config: CfgNode) -> None:
         layer_config(config)
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
-
-
-def _check_routing_schedules(config: CfgNode) -> None:
-    moe = config.MODEL.MOE
-    text = moe.TOP_K_SCHEDULE
-    try:
-        schedule = parse_schedule(text)
-        if schedule:
-            schedule.check_top_k(moe.NUM_EXPERTS)
-    except ValueError as error:
-        raise UserError(f"MODEL.MOE.TOP_K_SCHEDULE is {text!r}: {error}") from error
-
-
-def _check_keys_of_routing(config: CfgNode) -> None:
-    """Check keys that change the routing during training."""
-    moe = config.MODEL.MOE
-    routing = MoEConfig(1, 1, 1, router=moe.ROUTER).routing
-    for key, routings in _ROUTINGS_OF_KEYS.items():
-        if not moe[key]:
-            continue
-        if moe.FREEZE:
-            raise UserError(
-                f"MODEL.MOE.{key} is {moe[key]!r}: with MODEL.MOE.FREEZE (True) experts route as in"
-                " evaluation"
-            )
-        if routing not in routings:
-            raise UserError(
-                f"MODEL.MOE.{key} is {moe[key]!r}: it cannot be used with MODEL.MOE.ROUTER"
-                f" {moe.ROUTER!r}"
-            )
 
 
 def _check_strategy(config: CfgNode) -> None:
@@ -306,11 +265,10 @@ def _check_pretrained(config: CfgNode) -> None:
             f"MODEL.UPCYCLE is {model.UPCYCLE!r}: a dense FFN has no third weight, which"
             " MODEL.MOE.GATED (True) needs"
         )
-    for key, needed in (("UPCYCLE_NOISE", 0.0), ("CLASS_MAP", "")):
-        if model.UPCYCLE == "run" and model[key] != needed:
-            raise UserError(
-                f"MODEL.{key} is {model[key]!r}: with MODEL.UPCYCLE 'run' it must be {needed!r}"
-            )
+    if model.UPCYCLE == "run" and model.CLASS_MAP:
+        raise UserError(
+            f"MODEL.CLASS_MAP is {model.CLASS_MAP!r}: with MODEL.UPCYCLE 'run' it must be ''"
+        )
     if model.MOE.FREEZE and not has_experts_and_weights:
         raise UserError(
             "MODEL.MOE.FREEZE is True: it needs MODEL.MOE.NUM_EXPERTS and trained ones"

@@ -201,7 +201,6 @@ def train_config(config: CfgNode) -> TrainConfig:
         batch_size=config.DATA.BATCH_SIZE,
         label_smoothing=config.MODEL.LABEL_SMOOTHING,
         aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
-        capacity_auto=config.MODEL.MOE.CAPACITY_AUTO and config.MODEL.MOE.NUM_EXPERTS > 0,
         seed=config.SEED,
         amp_enable=bool(config.AMP_ENABLE),
         amp_dtype=config.AMP_DTYPE,

@@ -33,10 +33,8 @@ TOKENS = 4096  # of each layer
 _OF_THE_TRAINING = {
     "MODEL.PRETRAINED": "",
     "MODEL.UPCYCLE": "",
-    "MODEL.UPCYCLE_NOISE": 0.0,
     "MODEL.CLASS_MAP": "",
     "MODEL.MOE.FREEZE": False,
-    "MODEL.MOE.TOP_K_SCHEDULE": "",
     "MODEL.MOE.EXPERT_PARALLEL_SIZE": 0,
     "MODEL.MOE.STRATEGY": "r1 d1 linear",
 }

@@ -4,7 +4,6 @@ Everything is checked before a file is written.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
@@ -97,7 +96,6 @@ def import_weights(
     output: Path,
     config: CfgNode | None = None,
     class_names: list[str] | None = None,
-    noise: float = 0.0,
 ) -> list[str]:
     """Write the checkpoint directory `output` from a file of weights, or from files of ranks.
 
@@ -107,7 +105,6 @@ def import_weights(
         config: configuration of the model; None: the configuration in the single file.
         class_names: names in the order of the classifier's outputs; None: the names in the file, if
             any.
-        noise: noise on upcycled experts (see `load_dense`); its seed is config.SEED.
 
     Returns:
         messages about what the dense weights were trained with (`take_over`).
@@ -116,8 +113,6 @@ def import_weights(
         UserError: input that cannot be used or does not fit the model; nothing is written.
     """
     check_new(output)
-    if not 0 <= noise < math.inf:
-        raise UserError(f"--noise is {noise}, it must be finite and not negative")
     step = 0
     notes: list[str] = []
     if kind == "single":
@@ -141,7 +136,7 @@ def import_weights(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.SEED)  # for the routers' initial values
             model = build_model(section, num_classes)
-        load_dense(model, source, upcycle=True, noise=noise, seed=config.SEED)
+        load_dense(model, source, upcycle=True)
         tensors = model.state_dict()
     else:
         section = model_config(config)

@@ -28,6 +28,9 @@ from swinv2_moe.data.sources.base import Subset, relabelled
 from swinv2_moe.errors import UserError
 
 S = TypeVar("S", bound=Sampler[int])
+# Places from which an epoch reads shards in turn. Where the number of ranks divides it, each rank
+# reads its own shards.
+SHARD_STREAMS = 64
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def build_data(
         rank,
         world_size,
         config.seed,
-        _shard_order(sources.train, config.shard_streams),
+        _shard_order(sources.train),
     )
     train_loader = _loader(
         config, sources.train, sampler, max_tries, is_train=True, keep_workers=True
@@ -157,14 +160,14 @@ def evaluation_loader(
     return _loader(config, source, sampler)
 
 
-def _shard_order(source: Source, streams: int) -> Order | None:
+def _shard_order(source: Source) -> Order | None:
     """An order that reads shards almost sequentially; None for other sources.
 
     The workers of a rank take its batches in turn. So the pages that one worker reads ahead are in
     the page cache for the others.
     """
     if isinstance(source, ShardedImages):
-        return partial(shard_order, source.counts, streams)
+        return partial(shard_order, source.counts, SHARD_STREAMS)
     return None
 
 

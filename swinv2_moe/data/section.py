@@ -144,12 +144,6 @@ class DataConfig:
         most=0.9,
         affects="accuracy",
     )
-    shard_streams: int = option(
-        64,
-        "`shards`: number of runs of consecutive images that are read in turn; if the number"
-        " of ranks divides it, each rank reads its own shards",
-        least=1,
-    )
     stage: str = option(
         "",
         "`shards`: a directory on a disk or in the memory of each node, to which the shards"

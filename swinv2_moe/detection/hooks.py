@@ -13,8 +13,8 @@ from swinv2_moe.files import read_json, replace_link, write_json
 from swinv2_moe.forms import NUMBER, RELATIVE_PATH, record
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import optimizer_sections
-from swinv2_moe.train.schedules import Tuning
 from swinv2_moe.train.section import CheckpointConfig
+from swinv2_moe.train.tuning import Tuning
 
 _RECORD = record({"score": NUMBER}, {"checkpoint": RELATIVE_PATH})
 _MAX_RECORD = 1 << 20  # bytes

@@ -4,7 +4,6 @@
 shows.
 """
 
-import fcntl
 import stat
 from collections import deque
 from contextlib import suppress
@@ -16,8 +15,8 @@ import yaml
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import MAX_LINE, other_runs
+from swinv2_moe.locks import LOCK, is_locked
 from swinv2_moe.measure.run_entries import parse_entry
-from swinv2_moe.owner_file import owner
 from swinv2_moe.tables import in_words, seconds_left
 
 _MAX_CONFIG = 1 << 16  # characters
@@ -57,7 +56,7 @@ class LiveRun:
         self._file = directory / "metrics.jsonl"
         if not directory.is_dir():
             raise UserError(f"{directory}: is not a run directory")
-        if not self._file.exists() and not self.is_running():
+        if not self._file.exists() and not is_locked(directory):
             reason = f"holds no run (no metrics.jsonl){other_runs(directory)}"
             raise UserError(f"{directory}: {reason}")
         self._forget()
@@ -87,26 +86,11 @@ class LiveRun:
             return "finished"
         silence = now - self.written
         # a run on another machine may hold a lock that is not seen here; at its end it removes it
-        if silence < _QUIET and (self.directory / ".lock").exists():
+        if silence < _QUIET and (self.directory / LOCK).exists():
             return "running"
-        if not self.is_running():
+        if not is_locked(self.directory):
             return "stopped"
         return f"nothing new for {in_words(silence)}"
-
-    def is_running(self) -> bool:
-        """Whether a process holds the lock of the directory or, without locks, owns it."""
-        try:
-            with (self.directory / ".lock").open() as lock:
-                fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except (BlockingIOError, PermissionError):  # as in moe_core.files.try_lock
-            return True
-        except OSError:  # the file system has no locks
-            with suppress(OSError):  # it cannot be known on a disk that is full or read-only
-                return owner(self.directory) is not None
-            return True
-        return False
 
     def read(self) -> None:
         """Read the lines that have been added. If the run has removed lines, read all lines again.

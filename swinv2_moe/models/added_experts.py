@@ -1,7 +1,6 @@
 """Put mixtures of experts into the blocks of any model of timm."""
 
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
 from swinv2_moe.models.ffn import Block, Form, as_expert, find_blocks, form_of, stages_of
-from swinv2_moe.models.moe_mlp import EXPERTS, MoEMlp
+from swinv2_moe.models.moe_mlp import MoEMlp
 from swinv2_moe.models.protocol import (
     MoEModel,
     as_moe_model,
     check_aux_loss_weight,
     complete_config,
 )
-from swinv2_moe.models.weights import add_noise, upcycle_layer
+from swinv2_moe.models.weights import upcycle_layer
 
 _WORDS = re.compile(r"(last|every) ([1-9]\d{0,3})|all")
 _SHOWN = 3  # names of blocks in a message
@@ -32,8 +31,6 @@ def add_experts(
     num_experts: int = 8,
     *,
     upcycle: bool = True,
-    noise: float = 0.0,
-    seed: int = 0,
     hidden_ratio: float = 1.0,
     freeze: bool = False,
     aux_loss_weight: float = 0.01,
@@ -65,9 +62,6 @@ def add_experts(
             stage its numbers, such as [[], [1], [1, 3], [1]].
         num_experts: number of experts of a block, over all ranks of `expert_group`.
         upcycle: False: experts get new weights.
-        noise: standard deviation of the noise added to the copies' weights, in units of that of the
-            dense weights.
-        seed: of the noise.
         hidden_ratio: hidden dim of an expert, in units of that of the FFN. Only without `upcycle`
             it may differ from 1.
         freeze: the experts are not trained, and route as in evaluation.
@@ -83,7 +77,7 @@ def add_experts(
 
     Source: sparse upcycling, arXiv 2212.05055; V-MoE, arXiv 2106.05974.
     """
-    _check(model, upcycle, noise, hidden_ratio)
+    _check(model, upcycle, hidden_ratio)
     check_aux_loss_weight(aux_loss_weight)
     group = ExpertGroup.of(expert_group)  # one object for all layers, which share its state
     chosen = choose_blocks(model, blocks)
@@ -99,7 +93,7 @@ def add_experts(
         layer = MoELayer(config, group, strategy=expert_strategy, device=like.device)
         layer.to(like.dtype)
         if upcycle:
-            _upcycle(layer, block, form, noise, seed)
+            upcycle_layer(layer, as_expert(block.ffn.state_dict(), form.gate_last))
         experts = MoEMlp(layer, freeze, eval_batch_prioritized, aux_loss_weight, **form.layout())
         replacements.append(experts.train(block.ffn.training))
     for block, experts in zip(chosen, replacements, strict=True):
@@ -108,26 +102,16 @@ def add_experts(
     return adapted
 
 
-def _check(model: nn.Module, upcycle: bool, noise: float, hidden_ratio: float) -> None:
+def _check(model: nn.Module, upcycle: bool, hidden_ratio: float) -> None:
     if isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         raise ValueError(
             f"the model is wrapped ({type(model).__name__}): call add_experts before"
             " DistributedDataParallel and torch.compile"
         )
-    if not 0 <= noise < math.inf:
-        raise ValueError(f"noise ({noise}) must be finite and not negative")
     if upcycle and hidden_ratio != 1:
         raise ValueError(
             f"hidden_ratio ({hidden_ratio}) must be 1 with upcycle=True: experts are copies"
         )
-
-
-def _upcycle(layer: MoELayer, block: Block, form: Form, noise: float, seed: int) -> None:
-    """Copy the FFN of a block to each expert of the layer."""
-    expert = as_expert(block.ffn.state_dict(), form.gate_last)
-    upcycle_layer(layer, expert)
-    if noise:
-        add_noise(layer, expert, noise, f"{seed} {block.name}.{block.attribute}{EXPERTS}")
 
 
 def choose_blocks(model: nn.Module, blocks: str | Sequence) -> list[Block]:

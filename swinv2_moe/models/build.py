@@ -21,8 +21,6 @@ for _name in ("registry", *model_files()):
 _LAYER_NORM = {
     torch.ops.aten.native_layer_norm: lambda shape, *_, out_shape=None, **__: 2 * shape.numel()
 }
-# MoEMlp's setting by the value of MODEL.MOE.EVAL_BATCH_PRIORITIZED; None: as in training
-_EVAL_BATCH_PRIORITIZED = {"same": None, "always": True, "never": False}
 
 
 class Complexity(NamedTuple):
@@ -82,7 +80,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
         "num_experts": experts.num_experts,
         "moe_blocks": experts.blocks,
         "moe": experts.layer_fields(),
-        "eval_batch_prioritized": _EVAL_BATCH_PRIORITIZED[experts.eval_batch_prioritized],
         "hidden_ratio": experts.hidden_ratio,
         "freeze_moe": experts.freeze,
         "aux_loss_weight": experts.aux_loss_weight,

@@ -30,8 +30,6 @@ class MoEMlp(nn.Module):
             its fc1 is not two layers in one.
         aux_loss_weight: factor of the attached gradient, a number or a scalar tensor. It includes
             the factor by which the loss of the output is scaled, if any.
-        top_k, capacity_factor: values in training mode; None: as the layer is configured. A
-            schedule sets them between two steps.
         eval_capacity_factor, eval_batch_prioritized: values in evaluation mode; None: as the layer
             is configured.
     """
@@ -50,8 +48,6 @@ class MoEMlp(nn.Module):
         super().__init__()
         self.channels_first, self.dropout, self.gate_last = channels_first, dropout, gate_last
         self.moe = moe.requires_grad_(not frozen)
-        self.top_k: int | None = None
-        self.capacity_factor: float | Tensor | None = None
         self.eval_capacity_factor: float | None = None
         self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
@@ -71,14 +67,10 @@ class MoEMlp(nn.Module):
         return self._forward(x.movedim(1, -1), **options).movedim(-1, 1)
 
     def _forward(self, x: Tensor, **options) -> Tensor:
-        if self.training:
-            routing = {"top_k": self.top_k, "capacity_factor": self.capacity_factor}
-        else:
-            routing = {
-                "capacity_factor": self.eval_capacity_factor,
-                "batch_prioritized": self.eval_batch_prioritized,
-            }
-        y, aux_loss = self.moe(x, **routing, **options)
+        if not self.training:
+            options["capacity_factor"] = self.eval_capacity_factor
+            options["batch_prioritized"] = self.eval_batch_prioritized
+        y, aux_loss = self.moe(x, **options)
         if self.frozen:
             self.aux_loss = None
             return y

@@ -295,21 +295,6 @@ class ExpertsConfig:
         "for each stage, the blocks (from 0) whose FFN is a mixture of experts. With `MODEL.TYPE`"
         " `timm` a stage is a list of blocks with MLPs, and no block at all means the last two",
     )
-    top_k_schedule: str = option(
-        "",
-        "schedule that replaces `TOP_K` in training, such as `epoch 0:2 10:1`",
-    )
-    capacity_auto: bool = option(
-        False,
-        "the capacity factor of each layer follows the loads of the last 16 steps;"
-        " `CAPACITY_FACTOR` is that of the first step",
-    )
-    eval_batch_prioritized: str = option(
-        "same",
-        "`BATCH_PRIORITIZED` in evaluation; `same`: as in training",
-        choices=("same", "always", "never"),
-        affects="accuracy",
-    )
     hidden_ratio: float = option(
         1.0,
         "hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with"
@@ -387,13 +372,6 @@ class ModelConfig:
         " block. `weights`: a new training starts. `run`: the dense run continues, at its epoch and"
         " learning rate, with its optimiser's state. Empty: off",
         choices=("", "weights", "run"),
-        affects="start",
-    )
-    upcycle_noise: float = option(
-        0.0,
-        "standard deviation of the noise added to upcycled experts, relative to that of the dense"
-        " weights",
-        least=0,
         affects="start",
     )
     class_map: str = option(

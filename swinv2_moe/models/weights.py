@@ -1,7 +1,6 @@
 """Load weights into a model: weights that match exactly, dense weights into a model with experts,
 and a classifier into a model with other classes."""
 
-import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +97,6 @@ def load_dense(
     model: MoEModel,
     source: str | Path | dict[str, Tensor],
     upcycle: bool = False,
-    noise: float = 0.0,
-    seed: int = 0,
     fit: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda dense: dense,
 ) -> list[str]:
     """Load dense weights (a dict, .safetensors or .pth) into a model with experts.
@@ -110,9 +107,6 @@ def load_dense(
     upcycling, arXiv 2212.05055.
 
     Args:
-        noise: std of the noise added to each expert's two weights, in units of the dense weight's
-            std. It depends on `seed`, the layer and the expert's number, so that it is the same on
-            any number of ranks.
         fit: changes the weights, under timm's names, before they are compared with the model's.
 
     Returns:
@@ -148,11 +142,6 @@ def load_dense(
             dense[key] = expected[key]
     _check_fit(model, dense, name)
     model.load_state_dict(dense)
-    for layer_name, layer in layers.items():
-        prefix = f"{layer_name}.experts."
-        expert = {k.removeprefix(prefix): t for k, t in ffns.items() if k.startswith(prefix)}
-        if upcycle and noise:
-            add_noise(layer, expert, noise, f"{seed} {prefix}")
     return kept
 
 
@@ -261,32 +250,6 @@ def upcycle_layer(layer: MoELayer, expert: Mapping[str, Tensor]) -> None:
     """Copy the tensors of one expert, as of `as_expert`, to this rank's experts."""
     for name, tensor in expert.items():
         layer.experts.get_parameter(name).copy_(_to_experts(tensor, layer.shard))
-
-
-@torch.no_grad()
-def add_noise(layer: MoELayer, expert: Mapping[str, Tensor], noise: float, seed: str) -> None:
-    """Add noise to the weights [E, H, M], or [E, H/s, M] where s ranks share an expert.
-
-    The noise is drawn for one full expert at a time, so that it does not depend on s.
-
-    Args:
-        expert: the tensors that the experts are copies of.
-        noise: its standard deviation, in units of that of the copied weight.
-        seed: it depends on this, the name of the weight and the expert's number.
-    """
-    shard = layer.shard
-    for name, tensor in expert.items():
-        if not name.startswith("w"):
-            continue
-        std = noise * tensor.std().item()
-        weight = layer.experts.get_parameter(name)
-        shape = (weight.shape[1] * shard.num_parts, weight.shape[2])
-        for e, one in enumerate(weight):
-            words = f"{seed}{name} {shard.first_expert + e}"
-            digest = hashlib.sha256(words.encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            drawn = torch.randn(shape, generator=generator).tensor_split(shard.num_parts)
-            one.add_(drawn[shard.part].to(one), alpha=std)
 
 
 def fit_head(

@@ -27,8 +27,8 @@ _CHOOSING = ("expert_choice", "soft")  # routers whose experts choose: their cap
 _SMALL = 64  # pixels; models for such images are cheap enough for larger ones
 # Keys of the weights' configuration that the machine, the data or the user decide.
 _NOT_TAKEN = {"MODEL.PRETRAINED", "MODEL.NUM_CLASSES", "MODEL.CLASS_MAP", "MODEL.UPCYCLE"}
-_NOT_TAKEN |= {"MODEL.UPCYCLE_NOISE", "MODEL.MOE.EXPERT_PARALLEL_SIZE", "MODEL.MOE.STRATEGY"}
-_NOT_TAKEN |= {"MODEL.MOE.KERNELS", "MODEL.MOE.FREEZE"}
+_NOT_TAKEN |= {"MODEL.MOE.EXPERT_PARALLEL_SIZE", "MODEL.MOE.STRATEGY", "MODEL.MOE.KERNELS"}
+_NOT_TAKEN |= {"MODEL.MOE.FREEZE"}
 _IMAGES = ("DATA.IMG_SIZE", "DATA.CHANNELS")
 
 

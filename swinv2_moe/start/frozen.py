@@ -169,7 +169,7 @@ def pretrained(sections: AllSections, sources: Sources, world: World) -> MoEMode
     """The pretrained network of each rank, with all experts."""
     seed_everything(sections.run.seed)
     model = build_model(sections.model, len(sources.class_names))
-    load_pretrained(sections.model, model, world, sections.run.seed, sources.class_names)
+    load_pretrained(sections.model, model, world, sources.class_names)
     return model.to(world.device)
 
 

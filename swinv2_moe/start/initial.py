@@ -279,13 +279,11 @@ def load_pretrained(
     config: ModelConfig,
     model: MoEModel,
     world: World,
-    seed: int,
     class_names: Sequence[str],
 ) -> tuple[str, ...]:
     """Load MODEL.PRETRAINED, if given.
 
     Args:
-        seed: seed of the noise on upcycled experts.
         class_names: of the data. The classifier is matched with them where its names are known.
 
     Returns:
@@ -327,8 +325,7 @@ def load_pretrained(
                 dense = packaged_weights("MODEL.PRETRAINED")
             elif pretrained:
                 dense = read_dense(pretrained, pretrained.weights_section, model)
-            noise = config.upcycle_noise
-            fresh = load_dense(model, dense, bool(config.upcycle), noise, seed, fit)
+            fresh = load_dense(model, dense, bool(config.upcycle), fit)
             if fresh and config.experts.freeze:
                 raise UserError(
                     f"MODEL.MOE.FREEZE is True: weights {source} have no {fresh[0]}, it would stay"

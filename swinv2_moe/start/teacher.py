@@ -155,12 +155,12 @@ def _open(name: str, img_size: int, device: torch.device) -> Teacher:
         raise UserError(f"{_KEY} {name}: its input has {teacher.channels} channels, not 1 or 3")
     module = teacher.module.to(device).eval().requires_grad_(False)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
-    weights = _checksum(module)
+    checksum = _checksum(module)
     side = teacher.img_size
     return replace(
         teacher,
         module=fused(module, _noise(2, teacher.channels, side).to(device)),
-        weights=weights,
+        weights=checksum,
     )
 
 

@@ -79,28 +79,21 @@ class StepGraph:
     of one step for other inputs.
 
     What the step decides on the host stays as it was in the captured step. A step with inputs of
-    other shapes, or with another value of `settings`, is computed as usual; after STEPS_BEFORE such
-    steps in a row the next one is captured in place of the old.
+    other shapes is computed as usual; after STEPS_BEFORE such steps in a row the next one is
+    captured in place of the old.
 
     Args:
         model: its parameters' gradients are those of the graph, and `last_routing` of its MoE
             layers describes the last replay.
-        settings: what the host may change from step to step.
         key: what asks for the graph, for the message. None: a step that cannot be captured is
             computed as usual, with one line in the log, and so are all after it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: Callable[[], Hashable] = lambda: None,
-        key: str | None = "TRAIN.GRAPH",
-    ) -> None:
+    def __init__(self, model: nn.Module, key: str | None = "TRAIN.GRAPH") -> None:
         self.model = model
-        self.settings = settings
         self.key = key
         self._stream: torch.cuda.Stream | None = None
-        self._kind: Hashable = None  # shapes and settings of the last step as usual
+        self._kind: Hashable = None  # shapes in the last step as usual
         self._num_before = 0  # such steps in a row
         self._failed = False
         self.replayed = False  # whether the last step was a replay
@@ -128,7 +121,7 @@ class StepGraph:
             UserError: the step cannot be captured, and there is a `key`.
         """
         inputs = _flat(signalled, batches)
-        kind = (tuple((tensor.shape, tensor.dtype) for tensor in inputs), self.settings())
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if self._replay is None or kind != self._captured_kind:
             if kind != self._kind:
                 self._kind, self._num_before = kind, 0

@@ -38,8 +38,8 @@ from swinv2_moe.train.progress import (
     steps_per_epoch,
 )
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.schedules import RoutingSchedule, Tuning
 from swinv2_moe.train.step import StepResult, TrainingStep
+from swinv2_moe.train.tuning import Tuning
 
 
 class Trainer:
@@ -98,8 +98,6 @@ class Trainer:
             world.size,
         )
         self.tuning = Tuning(model)
-        keeps_steps = config.train.compile or self.step.graph is not None
-        self.routing = RoutingSchedule(config.model.experts, model, keeps_steps)
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
         self.phases = phases
@@ -165,9 +163,7 @@ class Trainer:
         Raises:
             UserError: see `TrainingStep.run`.
         """
-        self.routing.apply(self.progress.epochs_done, self.progress.step)
         result = self.step.run(batches, self.progress.step)
-        self.routing.observe(result.needed_factors)
         self.progress.count_step(result)
         self.schedule.step_update(self.progress.schedule_step)
         return result
@@ -207,7 +203,7 @@ class Trainer:
         evaluating = recorder.interval("eval", epoch_num=epoch)
         with self.phases.phase("validation"), pictures, evaluating:
             accuracy = self.validate()
-            recorder.event("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
+            recorder.mark("eval_accuracy", accuracy.top1 / 100, epoch_num=epoch)
         recorder.strategies(self.tuning.take_events(), progress.step)
         is_best = progress.count_validation(accuracy.top1, accuracy.score(progress.best_by))
         self.joules = total([self.joules, *self.world.gather(self.energy.take())])
@@ -220,7 +216,7 @@ class Trainer:
         if progress.ended:
             recorder.print_lines(f"training ends: {progress.ended}")
         if is_best or progress.finished or is_due:
-            self.save(saver, is_best, partial=not (is_best or progress.finished))
+            self.save(saver, is_best)
 
     def _is_last_epoch(self, epoch: int) -> bool:
         return epoch >= self.progress.epochs
@@ -231,7 +227,7 @@ class Trainer:
         self.progress.epoch_seconds = self._epoch_seconds()  # those since the last validation
         self.epoch_started = time.perf_counter()
         if epoch % self.config.run.save_freq == 0 or self._is_time_to_save():
-            self.save(saver, partial=True)
+            self.save(saver)
 
     def _end_in_time(self, epoch: int) -> None:
         """End the training if its next epoch would end after MINUTES. Every rank calls this."""
@@ -287,7 +283,7 @@ class Trainer:
                 # at the end of an epoch, saving follows the validation
                 is_inside = progress.epoch_step < progress.steps_per_epoch
                 if is_inside and self._is_time_to_save():
-                    self.save(saver, partial=True)
+                    self.save(saver)
         self._count_unreadable(unreadable)
         self.throughput.add(images, time.perf_counter() - started, loader.waited)
 
@@ -358,7 +354,6 @@ class Trainer:
             values["teacher_loss"] = mean_over_ranks(self.world, result.teacher_loss)
         if step.scaler.enabled:
             values["loss_scale"] = step.scaler.scale
-        values |= self.routing.current
         routing = {
             name: self._global_routing(layer.last_routing)
             for name, layer in moe_layers(step.model).items()
@@ -389,17 +384,16 @@ class Trainer:
 
     # State on disk
 
-    def save(self, saver: Saver, is_best: bool = False, partial: bool = False) -> None:
+    def save(self, saver: Saver, is_best: bool = False) -> None:
         """Begin to write the state of the run. Every rank calls this.
 
         Args:
-            is_best: see `Saver.save`.
-            partial: see `Saver.save`.
+            is_best: the checkpoint `best` is this one from now on.
         """
         with self.phases.phase("saving"):
-            self._save(saver, is_best, partial)
+            saver.save(self.step.model, self.step.state(), self._meta(), is_best)
 
-    def _save(self, saver: Saver, is_best: bool, partial: bool) -> None:
+    def _meta(self) -> dict:
         step = self.step
         training = self.progress.state() | {
             "epoch_loss": mean_over_ranks(self.world, self.progress.epoch_loss),
@@ -409,7 +403,6 @@ class Trainer:
             "validation": self.validation_id,
             "loss_scaler": step.scaler.state(),
             "strategies": strategy_decisions(step.model),
-            "needed_capacity": self.routing.state(),
             "dense_updates": self.dense_updates,
             "joules": self.joules,
         }
@@ -418,7 +411,7 @@ class Trainer:
         )
         if self.config.train.best_by == "calibrated":
             meta["temperature"] = self.temperature
-        saver.save(step.model, step.state(), meta, is_best, partial)
+        return meta
 
     def resume(self, source: Checkpoint) -> None:
         """Load the state of a checkpoint. Everything is read and compared before anything changes.
@@ -454,7 +447,6 @@ class Trainer:
                 f"checkpoint {source.directory}: {error}; nothing was loaded"
             ) from error
         self._check_frozen(source)
-        self.routing.load(training.get("needed_capacity", []), f"checkpoint {source.directory}")
         parameters = optim.trained_parameters(step.model)
         moments = {kind: read(source, kind, step.model, parameters) for kind in kinds}
         checkpoint.load_strategies(source, step.model)

@@ -1,14 +1,14 @@
-"""The records of a run: progress bar, metrics.jsonl, tracker, events.log, summary.json,
-config.yaml."""
+"""The records of a run: progress bar, summary.json, config.yaml, and the events that its sinks
+write."""
 
 import json
 import logging
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ from swinv2_moe.checkpoints.saver import Cost
 from swinv2_moe.config import flatten
 from swinv2_moe.data.build import Loader
 from swinv2_moe.data.samplers import ValSampler
-from swinv2_moe.files import MAX_LINE, parse_yaml
+from swinv2_moe.files import parse_yaml
 from swinv2_moe.ranks.world import World
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.routing import sample_choices
-from swinv2_moe.train.trackers import CallingHandler, EventLog, Tracker, tagged
+from swinv2_moe.train.sinks import Event, EventLog, Lines, Mark, Sink, TensorBoard, plain
+from swinv2_moe.train.trackers import SERVICES, CallingHandler, Service
 
 _PICTURES = 4  # validation images whose routing the tracker shows
 
@@ -51,39 +52,41 @@ class Recorder:
     """Writes to a run directory and to the terminal on the main rank. On other ranks it does
     nothing."""
 
-    def __init__(
-        self,
-        directory: Path,
-        world: World,
-        step: int,
-        event_log: bool = False,
-        tracker: str = "",
-    ) -> None:
+    def __init__(self, directory: Path, world: World, step: int, tracker: str = "") -> None:
         """Continue the records after `step`.
 
         A resumed run repeats the later steps. Therefore their records are removed, except from the
-        event log and the service `tracker`.
+        event log and the service.
+
+        Args:
+            tracker: the value of TRACKER.
         """
         self.directory, self.active, self.losing = directory, world.is_main, False
-        self.files, self.events = ExitStack(), None
-        self.tracker: Tracker | None = None
+        self.sinks: list[Sink] = []
         self.finished = True
         self.console = Console(quiet=not self.active)
-        if self.active:
-            directory.mkdir(parents=True, exist_ok=True)
-            _forget_after(directory / "metrics.jsonl", step)
-            self.tracker = Tracker(directory, step, tracker, self.print_lines)
-            self.metrics = self.files.enter_context(
-                (directory / "metrics.jsonl").open("a", buffering=1)
-            )
-            if event_log:
-                self.events = self.files.enter_context(closing(EventLog(directory / "events.log")))
+        if not self.active:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        others: list[Sink] = []
+        if tracker in SERVICES:  # before TensorBoard's writer, which W&B patches
+            others.append(Service(directory, tracker, self.print_lines))
+        if tracker == "mlperf":
+            others.append(EventLog(directory / "events.log"))
+        lines = Lines(directory / "metrics.jsonl", step)
+        self.sinks = [lines, TensorBoard(directory, step), *others]
 
     @_records
     def close(self) -> None:
-        if self.tracker is not None:
-            self.files.callback(self.tracker.close, self.finished)
-        self.files.close()
+        with ExitStack() as stack:
+            for sink in reversed(self.sinks):  # W&B reads what TensorBoard's writer has closed
+                stack.callback(sink.close, self.finished)
+
+    @_records
+    def write(self, event: Event) -> None:
+        """Write an event to all sinks."""
+        for sink in self.sinks:
+            sink.write(event)
 
     def print_lines(self, *lines: str) -> None:
         """Print lines at the terminal."""
@@ -97,10 +100,6 @@ class Recorder:
                 f" {error}"
             )
         self.losing = True
-
-    def _track(self, method: str, *arguments) -> None:
-        if self.tracker is not None:
-            getattr(self.tracker, method)(*arguments)
 
     @contextmanager
     def engine_log(self) -> Iterator[None]:
@@ -122,7 +121,7 @@ class Recorder:
         """Write the complete configuration, as YAML."""
         with atomic_write(self.directory / "config.yaml") as file:
             file.write(text.encode())
-        self._track("config", flatten(CfgNode(parse_yaml(text))))
+        self.write(Event(config=flatten(CfgNode(parse_yaml(text)))))
 
     @_records
     def begin(self, environment: dict, step: int, steps_per_epoch: int) -> None:
@@ -131,16 +130,15 @@ class Recorder:
         self.finished = False
         (self.directory / "summary.json").unlink(missing_ok=True)
         line = {"step": step, "steps_per_epoch": steps_per_epoch, "environment": environment}
-        self._write(line)
+        self.write(Event(step, line))
 
     @_records
     def summary(self, values: dict) -> None:
         """Write the summary of the finished run."""
         self.finished = True
         with atomic_write(self.directory / "summary.json") as file:
-            file.write(f"{json.dumps(_plain(values), indent=1)}\n".encode())
+            file.write(f"{json.dumps(plain(values), indent=1)}\n".encode())
 
-    @_records
     def step(self, values: dict, routing: dict[str, RoutingStats]) -> None:
         """Record a logged step.
 
@@ -148,6 +146,8 @@ class Recorder:
             values: `step`, `epoch` and other values of the step.
             routing: the statistics of each MoE layer in this step.
         """
+        if not self.active:
+            return
         layers = {name: _load(stats) for name, stats in routing.items()}
         if layers:
             values["moe/dropped_share"] = dropped_share(routing.values())
@@ -158,55 +158,48 @@ class Recorder:
         line = dict(values)
         if layers:
             line["moe_layers"] = layers
-        self._write(line)
         scalars = tagged("train", values)
         loads = {}
         for name, layer in layers.items():
             scalars |= tagged(name, layer)
             loads[f"{name}/expert_load"] = layer["load"]
-        self._track("scalars", scalars, values["step"])
-        self._track("loads", loads, values["step"])
+        self.write(Event(values["step"], line, scalars=scalars, loads=loads))
 
-    @_records
     def epoch(self, values: dict, step: int) -> None:
         """Record the end of an epoch: `values` has `epoch`, `train_loss`, `val_top1`, ..."""
-        self._write({"step": step} | values)
-        self._track("scalars", tagged("epoch", values), step)
+        self.write(Event(step, {"step": step} | values, scalars=tagged("epoch", values)))
 
-    @_records
     def strategies(self, events: list[dict], step: int) -> None:
         """Write one line for each decision or timing of the tuners up to `step` (tuning.py)."""
-        for event in events:
-            self._write({"step": step, "strategy": event})
+        for found in events:
+            event = Event(step, {"step": step, "strategy": found})
             # TensorBoard's tags allow only these characters
-            layers = re.sub(r"\W+", "_", event["layers"])
-            if event["event"] == "time":
-                self._track("scalars", {f"strategy_ms/{layers}": event["ms"]}, step)
-                continue
-            text = f"{event['event']}: {event['from']} -> {event['to']}, {event['ms']} ms"
-            self._track("text", f"strategy/{layers}", text, step)
+            layers = re.sub(r"\W+", "_", found["layers"])
+            if found["event"] == "time":
+                event.scalars = {f"strategy_ms/{layers}": found["ms"]}
+            else:
+                text = f"{found['event']}: {found['from']} -> {found['to']}, {found['ms']} ms"
+                event.texts = {f"strategy/{layers}": text}
+            self.write(event)
 
-    @_records
-    def event(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
-        """Write a line to the event log, if the run has one. Arguments as in `EventLog.write`."""
-        if self.events:
-            self.events.write(key, value, at, metadata)
+    def mark(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:
+        """Write a line to the event log, if the run has one. Arguments as of `Mark`."""
+        self.write(Event(mark=Mark(key, value, at, metadata)))
 
     @contextmanager
     def interval(self, name: str, **metadata) -> Iterator[None]:
         """Write `<name>_start` to the event log, and `<name>_stop` at the end of the block, also
         after an exception."""
-        self.event(f"{name}_start", **metadata)
+        self.mark(f"{name}_start", **metadata)
         try:
             yield
         finally:
-            self.event(f"{name}_stop", **metadata)
+            self.mark(f"{name}_stop", **metadata)
 
-    @_records
     def checkpoint(self, cost: Cost) -> None:
         """Record the cost of a save on the main rank."""
         values = {"stall_seconds": cost.stall, "seconds": cost.seconds, "bytes": cost.bytes}
-        self._track("scalars", tagged("checkpoint", values), cost.step)
+        self.write(Event(cost.step, scalars=tagged("checkpoint", values)))
 
     @contextmanager
     def routing(
@@ -238,18 +231,11 @@ class Recorder:
         pictures = columns(torch.stack(sample.images), choices, mean, std)
         num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())
         figure = pictures_figure(pictures, [""] * len(sample.images), list(choices), num_experts)
-        self._picture("routing", figure_pixels(figure), step)
-
-    @_records
-    def _picture(self, tag: str, picture: np.ndarray, step: int) -> None:
-        self._track("image", tag, picture, step)
+        self.write(Event(step, pictures={"routing": figure_pixels(figure)}))
 
     def bar(self, description: str, total: int, done: int = 0) -> Bar:
         """A progress bar for one epoch."""
         return Bar(self.console, description, total, done, visible=self.active)
-
-    def _write(self, values: dict) -> None:
-        self.metrics.write(json.dumps(_plain(values)) + "\n")
 
 
 def dropped_share(stats: Iterable[RoutingStats]) -> float:
@@ -275,31 +261,16 @@ def _load(stats: RoutingStats) -> dict:
     }
 
 
-def _plain(value: object) -> object:
-    """The value for JSON. NaN, which JSON does not have, becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def tagged(prefix: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics.jsonl, or of a layer in it, by tag.
 
-
-def _forget_after(metrics: Path, step: int) -> None:
-    """Remove the lines of steps that a resumed run is going to repeat, and incomplete lines."""
-    if metrics.is_file():
-        with metrics.open("rb") as lines, atomic_write(metrics) as kept:
-            while line := lines.readline(MAX_LINE):
-                if _step(line) <= step:
-                    kept.write(line.rstrip(b"\n") + b"\n")
-
-
-def _step(line: bytes) -> float:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return math.inf
-    if isinstance(step, int):
-        return step
-    return math.inf
+    `step` and `epoch` are omitted, and so is `load`, a list.
+    """
+    numbers = {}
+    for key, value in values.items():
+        tag = key
+        if "/" not in key:
+            tag = f"{prefix}/{key}"
+        if key not in ("step", "epoch", "load"):
+            numbers[tag] = float(value)
+    return numbers

@@ -39,7 +39,7 @@ from swinv2_moe.train.run_report import (
     start_warnings,
     summarize,
 )
-from swinv2_moe.train.trackers import check_tracker, load_mllogger
+from swinv2_moe.train.trackers import check_tracker
 
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
@@ -82,7 +82,7 @@ def train(
     ):
         options = {"--resume": resume, "--check-files": check_images}
         check_same_start(flatten(config) | options, world)
-        world.on_every_rank(lambda: _check_packages(config.EVENT_LOG, config.TRACKER, world))
+        world.on_every_rank(lambda: check_tracker(config.TRACKER if world.is_main else ""))
         # before reading files that another run may be writing
         stack.enter_context(only_run(root, world))
         start = complete(config, resume, choice, world, phases.began)
@@ -146,7 +146,7 @@ def _load_pretrained(
 ) -> Data:
     """Load MODEL.PRETRAINED, if given, and with TRAIN.PROBE the classifier of the frozen features:
     `first`, or if that is None one of the training images. Returns the data with messages."""
-    notes = load_pretrained(sections.model, model, world, sections.run.seed, data.class_names)
+    notes = load_pretrained(sections.model, model, world, data.class_names)
     if sections.train.probe:
         if first is None:
             sources = Sources(
@@ -181,7 +181,7 @@ def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
     run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, run.event_log, run.tracker)
+    recorder = Recorder(root, trainer.world, step, run.tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary
@@ -218,14 +218,6 @@ def _record_end(
 def _stopped(trainer: Trainer, resume_command: str) -> str:
     step = trainer.progress.step
     return f"{trainer.stopped_by}: stopped after step {step}; to continue: {resume_command}"
-
-
-def _check_packages(event_log: bool, tracker: str, world: World) -> None:
-    """Raise UserError if an optional package that these keys need is missing."""
-    if event_log:
-        load_mllogger()
-    if world.is_main:
-        check_tracker(tracker)
 
 
 def _note_on_groups(trainer: Trainer) -> list[str]:

@@ -62,9 +62,6 @@ def _resume_lines(trainer: Trainer, source: Checkpoint) -> list[str]:
     lines.append(
         f"resuming from {source.directory}, step {progress.step} (epoch {progress.epoch} done)"
     )
-    ages = source.expert_ages()
-    if ages:
-        lines.append(ages)
     lines += change_lines(trainer)
     if trainer.config.data.val_split:
         data = trainer.data
@@ -304,15 +301,15 @@ def run_events(
         return
     if staging is not None:
         _staging_events(recorder, staging)
-    recorder.event("cache_clear", False, at=began)  # no command here empties the system's caches
-    recorder.event("init_start", at=began)
-    recorder.event("seed", trainer.config.run.seed)
-    recorder.event("global_batch_size", trainer.progress.global_batch)
-    recorder.event("train_samples", trainer.data.train_size)
-    recorder.event("eval_samples", trainer.data.val_size)
-    recorder.event("opt_base_learning_rate", trainer.step.learning_rate)
-    recorder.event("init_stop")
-    recorder.event("run_start")
+    recorder.mark("cache_clear", False, at=began)  # no command here empties the system's caches
+    recorder.mark("init_start", at=began)
+    recorder.mark("seed", trainer.config.run.seed)
+    recorder.mark("global_batch_size", trainer.progress.global_batch)
+    recorder.mark("train_samples", trainer.data.train_size)
+    recorder.mark("eval_samples", trainer.data.val_size)
+    recorder.mark("opt_base_learning_rate", trainer.step.learning_rate)
+    recorder.mark("init_stop")
+    recorder.mark("run_start")
     try:
         yield
     finally:
@@ -326,14 +323,14 @@ def run_events(
         status = "aborted"
         if succeeded:
             status = "success"
-        recorder.event("run_stop", status=status)
+        recorder.mark("run_stop", status=status)
         reached = progress.to_target.reached
         if progress.finished and reached is not None and reached.phases:
             phases = with_staging(reached.phases, staging)
             stats = {"time_to_solution": sum(phases.values()), "phases": phases}
-            recorder.event("tracked_stats", stats)
+            recorder.mark("tracked_stats", stats)
 
 
 def _staging_events(recorder: Recorder, staging: Staging) -> None:
-    recorder.event("staging_start", at=staging.started)
-    recorder.event("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
+    recorder.mark("staging_start", at=staging.started)
+    recorder.mark("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)

@@ -39,16 +39,11 @@ class RunConfig:
         least=1,
         affects="",
     )
-    event_log: bool = option(
-        False,
-        "write `events.log` in the MLPerf log format (needs the mlperf extra)",
-        affects="",
-    )
     tracker: str = option(
         "",
         "a service that also receives the curves: `wandb` or `mlflow` (needs the extra of"
-        " that name)",
-        choices=("", "wandb", "mlflow"),
+        " that name). `mlperf`: write `events.log` in the MLPerf log format",
+        choices=("", "wandb", "mlflow", "mlperf"),
         affects="",
     )
     device: str = option(
@@ -89,19 +84,6 @@ class CheckpointConfig:
         affects="",
     )
     keep_last: int = option(2, "checkpoints to keep besides the best", least=1, affects="")
-    experts: int = option(
-        0,
-        "number of experts of each layer that one save writes, in turn; 0: all. The best, the last"
-        " and a signal's checkpoint have all",
-        least=0,
-        affects="",
-    )
-    staging_mb: int = option(
-        4096,
-        "host memory per rank for saving while training continues, MB; beyond it, training waits",
-        least=0,
-        affects="",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +275,6 @@ class TrainConfig:
     batch_size: int  # DATA.BATCH_SIZE
     label_smoothing: float  # MODEL.LABEL_SMOOTHING
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
-    capacity_auto: bool  # MODEL.MOE.CAPACITY_AUTO of a model with experts
     seed: int
     amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
     amp_dtype: str

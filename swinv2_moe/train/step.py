@@ -1,6 +1,6 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -13,14 +13,13 @@ import moe_core
 from moe_core import (
     clip_to_norm,
     finish_gradients,
-    moe_layers,
     prepared,
     reset_balance_loads,
     update_balance,
 )
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import MoEMlp, MoEModel
+from swinv2_moe.models import MoEModel
 from swinv2_moe.ranks.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.ranks.precision import build_autocast
 from swinv2_moe.ranks.world import StopSignal, World, seed_everything
@@ -28,8 +27,6 @@ from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
 from swinv2_moe.train.graph import StepGraph, can_replay, check_device
 from swinv2_moe.train.section import TrainConfig
-
-_DROP_SHARE = 0.01  # of a rank's choices that a layer may drop with MODEL.MOE.CAPACITY_AUTO
 
 
 class StepResult(NamedTuple):
@@ -41,8 +38,6 @@ class StepResult(NamedTuple):
     has_finite_loss: bool  # on every rank
     was_skipped: bool  # the optimiser did not change the weights
     stopping: bool  # a rank has received a signal to stop
-    # the capacity factor that each MoE layer needed; empty without CAPACITY_AUTO
-    needed_factors: tuple[float, ...] = ()
     # of a run with a teacher, unweighted: the loss of the labels, and that of the teacher
     label_loss: float | None = None
     teacher_loss: float | None = None
@@ -92,18 +87,19 @@ class TrainingStep:
         if config.amp_enable:
             self.compute_dtype = getattr(torch, config.amp_dtype)
         self.skipped_in_a_row = 0
-        # the MoE layers whose needed capacity is measured
-        self.measured_layers = []
-        if config.capacity_auto:
-            self.measured_layers = list(moe_layers(self.model).values())
+        # what a step reads from the device, in the order of `_compute`
+        self._losses = ["loss", "aux_loss"]
+        if teacher is not None:
+            self._losses += ["label_loss", "teacher_loss"]
+        self._read = [*self._losses, "grad_norm", "bad_loss", "signalled"]
         # a single GPU's: those of several ranks have collectives between them
         self._kernels_are_compiled = world.device.type != "cuda" or world.size > 1 or config.compile
         self.graph: StepGraph | None = None
         if config.graph is True:
             check_device(world, "TRAIN.GRAPH")
-            self.replay_from_now_on(StepGraph(self.model, self._routing_settings))
+            self.replay_from_now_on(StepGraph(self.model))
         elif config.graph == "auto" and self._can_be_captured():
-            self.replay_from_now_on(StepGraph(self.model, self._routing_settings, key=None))
+            self.replay_from_now_on(StepGraph(self.model, key=None))
 
     def replay_from_now_on(self, graph: StepGraph) -> None:
         """Compute the following steps as a CUDA graph. Whether gradients are clipped and weights
@@ -115,18 +111,6 @@ class TrainingStep:
         if self.world.size > 1 or self.config.obstacle_to_graph():
             return False
         return can_replay(self.model, self.world.device)
-
-    def _routing_settings(self) -> Hashable:
-        """Top-k and capacity factor of each MoE layer. A tensor counts by its place in memory,
-        from which each replay reads."""
-        found: list[Hashable] = []
-        for part in self.model.modules():
-            if isinstance(part, MoEMlp):
-                factor = part.capacity_factor
-                if isinstance(factor, Tensor):
-                    factor = factor.data_ptr()
-                found += [part.top_k, factor]
-        return tuple(found)
 
     def train(self) -> None:
         """Put the model into training mode. After a probe, batch norms keep the statistics with
@@ -178,23 +162,14 @@ class TrainingStep:
             compute = partial(self._compute, num_batches=len(batches), step=step)
             results = self.graph(compute, signalled, list(inputs))
         # the only point in a step at which the host waits for the device
-        values = results.tolist()
-        num_losses = self._num_losses
-        loss, aux_loss, *of_teacher = values[:num_losses]
-        norm, bad_loss, was_signalled, *needed_factors = values[num_losses:]
-        is_finite = bad_loss == 0 and norm < float("inf")
+        read = dict(zip(self._read, results.tolist(), strict=True))
+        has_finite_loss, stopping = not read.pop("bad_loss"), bool(read.pop("signalled"))
+        is_finite = has_finite_loss and read["grad_norm"] < float("inf")
         if is_finite and self.graph is None:
-            clip_to_norm(self.model, self.config.clip_grad, norm)
+            clip_to_norm(self.model, self.config.clip_grad, read["grad_norm"])
         was_skipped = self._update(is_finite, batches, step)
         return StepResult(
-            loss,
-            aux_loss,
-            norm,
-            bad_loss == 0,
-            was_skipped,
-            was_signalled > 0,
-            tuple(needed_factors),
-            *of_teacher,
+            **read, has_finite_loss=has_finite_loss, was_skipped=was_skipped, stopping=stopping
         )
 
     def _compile_kernels(self, image_shape: torch.Size) -> None:
@@ -215,10 +190,6 @@ class TrainingStep:
                 model(images)
 
         moe_core.compile_ahead(self.model, passes)
-
-    @property
-    def _num_losses(self) -> int:
-        return 2 if self.teacher is None else 4
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Images and targets after mixup, and the teacher's logits, if any, on the device."""
@@ -243,21 +214,18 @@ class TrainingStep:
             batches: the inputs of each batch.
 
         Returns:
-            [2 or 4 + 3 + L]: the losses, the norm of the gradient, and what `_agree` returns for L
-            measured layers.
+            [5 or 7]: the numbers that `_read` names.
         """
-        total = torch.zeros(self._num_losses, device=self.world.device)
-        needed = total.new_zeros(len(self.measured_layers))
+        total = torch.zeros(len(self._losses), device=self.world.device)
         with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
             for i, inputs in enumerate(batches):
                 is_last = i == num_batches - 1
                 with gradient_sync(self.wrapped, enabled=is_last):
                     losses = self._forward_and_backward(inputs, step, num_batches)
                 total += losses / num_batches
-                needed = self._needed_factors(needed)
         # the biases wait for the losses of all ranks
         norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
-        agreed = self._agree(total[0], signalled, needed)
+        agreed = self._agree(total[0], signalled)
         if self.graph is not None:
             is_finite = (agreed[0] == 0) & torch.isfinite(norm)
             clip_to_norm(self.model, self.config.clip_grad, norm)
@@ -307,20 +275,11 @@ class TrainingStep:
             return self.mixup(images, targets)
         return (images, targets)
 
-    def _needed_factors(self, earlier: Tensor) -> Tensor:
-        """The elementwise maximum of `earlier` [L] and the factors that the measured layers needed
-        in this forward pass."""
-        if not self.measured_layers:
-            return earlier
-        factors = [layer.needed_capacity_factor(_DROP_SHARE) for layer in self.measured_layers]
-        return torch.maximum(earlier, torch.stack(factors).float())
-
-    def _agree(self, loss: Tensor, signalled: Tensor, needed: Tensor) -> Tensor:
-        """Exchange flags and factors between the ranks, [2 + L]: whether the loss of a rank is not
-        finite, whether a rank has received a signal, and the largest needed factor of each layer
-        over all ranks."""
+    def _agree(self, loss: Tensor, signalled: Tensor) -> Tensor:
+        """Exchange flags between the ranks, [2]: whether the loss of a rank is not finite, and
+        whether a rank has received a signal."""
         is_bad = (~torch.isfinite(loss)).float()
-        return self.world.max(torch.cat([torch.stack([is_bad, signalled]), needed]))
+        return self.world.max(torch.stack([is_bad, signalled]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
         """Update the weights, unless a loss or the gradient on a rank is not finite. With a graph

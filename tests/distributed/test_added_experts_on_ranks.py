@@ -18,7 +18,7 @@ def model_of(**arguments):
     torch.manual_seed(0)
     dense = timm.create_model("vit_tiny_patch16_224", num_classes=3, **VIT).double()
     torch.manual_seed(1)
-    return add_experts(dense, "last 1", 4, noise=0.1, aux_loss_weight=0.0, **arguments).train()
+    return add_experts(dense, "last 1", 4, upcycle=False, aux_loss_weight=0.0, **arguments).train()
 
 
 def batch() -> torch.Tensor:
@@ -47,5 +47,5 @@ def check(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_are_those_of_one_process(run_processes, size):
-    """Also with noise on the copies, which does not depend on the number of ranks."""
+    """Also with new weights, which do not depend on the number of ranks."""
     run_processes(check, 2, size)

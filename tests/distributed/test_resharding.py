@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from trainer_cases import assert_same_steps, make_trainer, resume, save, train_steps
 
-from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_meta
-from swinv2_moe.checkpoints.saver import Saver
+from swinv2_moe.checkpoints.checkpoint import read_meta
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 SAVED, LOADED, EXPERTS = (1, 2, 4), (1, 2, 4, 8), (2, 4, 8)
@@ -83,27 +82,3 @@ def test_some_numbers_of_ranks(saved, loaded, experts, run_processes, tmp_path):
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_every_number_of_ranks(experts, run_processes, tmp_path):
     reshard(run_processes, tmp_path, SAVED, LOADED, experts)
-
-
-def save_in_turns(rank: int, root: Path) -> None:
-    """Two experts on four ranks: a save writes one expert of each layer, which two ranks join."""
-    trainer = make_trainer(rank, 4, f"{options(2, 4)} CHECKPOINT.EXPERTS 1")
-    saver = Saver(root, trainer.world, trainer.config.checkpoint)
-    for _ in range(3):
-        train_steps(trainer, 1)
-        trainer.save(saver, partial=True)
-        saver.close()
-    save(trainer, root / "whole")
-
-
-def test_saves_in_turn_where_ranks_share_experts(run_processes, tmp_path):
-    run_processes(save_in_turns, 4, tmp_path)
-    partial, whole = (
-        open_checkpoint(root / "step-00000003") for root in (tmp_path, tmp_path / "whole")
-    )
-    assert sorted(partial.meta["experts"].values()) == [[2, 3], [3, 2]]
-    assert partial.meta["files"].keys() == whole.meta["files"].keys()
-    for file, record in partial.meta["files"].items():
-        *_, layer, name = ["", *file.split("/")]
-        is_old = "experts/" in file and partial.meta["experts"][layer][int(name[:4])] == 2
-        assert (record == whole.meta["files"][file]) != is_old, file

@@ -58,9 +58,8 @@ IMAGES = {"train": 96, "val": 32}  # six steps an epoch
 WORLDS = (1, 2, 4)
 # of a run that nothing interrupts; of the last start, beyond its checkpoint
 REFERENCE_STEPS, MORE_STEPS = 24, 4
-# Relative, of losses, where a run goes on. Other ranks add up in another order; the experts of a
-# partial save are a few steps old.
-TOLERANCE = {"the same ranks": 0.0, "other ranks": 1e-5, "partial saves": 1e-3}
+# Relative, of losses, where a run goes on. Other ranks add up in another order.
+TOLERANCE = {"the same ranks": 0.0, "other ranks": 1e-5}
 # While files are written, renamed, recorded; while older checkpoints are removed; at start-up or in
 # whatever step.
 MOMENTS = ("in a save", "in a save", "after a save", "in a save", "any")
@@ -222,8 +221,6 @@ def draw(rng: random.Random, moment: str, ranks: int | None) -> Plan:
     if rng.random() < 0.4:
         worlds = [worlds[0]] * len(worlds)
     keys = f"CHECKPOINT.STEPS {rng.choice((1, 2))} CHECKPOINT.KEEP_LAST {rng.randint(1, 3)}"
-    keys += f" CHECKPOINT.EXPERTS {rng.choice((0, 0, 1))}"
-    keys += f" CHECKPOINT.STAGING_MB {rng.choice((0, 4096))}"
     return Plan(worlds, keys, rng.choice((0.0, 0.002, 0.008)), moment, rng.random() < 0.5)
 
 
@@ -240,13 +237,10 @@ class Past(NamedTuple):
 
     step: int = 0
     worlds: tuple[int, ...] = ()  # the ranks of each start since the run began
-    old_experts: bool = False  # a start went on from a partial save
 
     @property
     def kind(self) -> str:
         """Of `TOLERANCE`."""
-        if self.old_experts:
-            return "partial saves"
         return "the same ranks" if len(set(self.worlds)) == 1 else "other ranks"
 
 
@@ -314,7 +308,7 @@ class KillTest:
         self.counts["kills during a save"] += bool(kill.under_way) and not completed
         survivors = [rank for rank in range(size) if rank not in kill.victims]
         self._check_survivors([ended[rank] for rank in survivors])
-        past = Past(past.step, (*past.worlds, size), past.old_experts)
+        past = Past(past.step, (*past.worlds, size))
         return self._check_checkpoints(output, kill, past)
 
     def _kill(self, plan: Plan, ranks: Ranks) -> Kill:
@@ -365,8 +359,7 @@ class KillTest:
             self._problem("lost", what)
         if source is None:
             return Past()
-        old_experts = past.old_experts or bool(source.expert_ages())
-        return Past(source.meta["step"], past.worlds, old_experts)
+        return Past(source.meta["step"], past.worlds)
 
     def _check_files(self, found: Checkpoint, past: Past) -> None:
         """Each file is the one that the reference wrote at the step it is of, to the byte."""
@@ -400,7 +393,7 @@ class KillTest:
         hidden = [path.name for path in (output / "checkpoints").glob(".*")]
         if hidden:
             self._problem("left behind", hidden)
-        self._check_losses(output, last, Past(past.step, (*past.worlds, size), past.old_experts))
+        self._check_losses(output, last, Past(past.step, (*past.worlds, size)))
 
     def _check_losses(self, output: Path, last: int, past: Past) -> None:
         found, kind = steps(output), past.kind

@@ -1,7 +1,6 @@
 """tools/train.py on folders of JPEGs: training, resuming, and every input that cannot work."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 from tool_cases import assert_one_line
 
-from swinv2_moe.checkpoints.checkpoint import read_meta, write_meta
 from swinv2_moe.config import load_config
 from swinv2_moe.train.run import train
 
@@ -66,16 +64,8 @@ def outputs(tmp_path_factory, photographs, small):
     (root / "empty").mkdir()
     (root / "no_images" / "train" / "red").mkdir(parents=True)
     (root / "no_images" / "val" / "red").mkdir(parents=True)
-    (root / "not.yaml").write_text("a: [1")
     tensors = {"head.fc.weight": torch.zeros(2, 2), "surplus": torch.zeros(1)}
     save_file(tensors, root / "weights.safetensors")
-    whole = root / "run" / "checkpoints" / "latest"
-    changes = {"newer": {"format_version": 9}, "weights": {"training": None}, "damaged": {}}
-    for name, change in changes.items():
-        shutil.copytree(whole, root / name)
-        write_meta(root / name, read_meta(whole) | change)
-    (root / "damaged" / "experts" / "layers.1.blocks.0.mlp.moe" / "0002.safetensors").unlink()
-    (root / "map.txt").write_text("0\n5\n")
     return root
 
 
@@ -88,45 +78,22 @@ BAD_INPUT = {
     "--data {root}/a_file": "DATA.PATH ... a_file",
     "--opts MODEL.NUM_CLASSES 3": "MODEL.NUM_CLASSES is 3 ... 2 classes",
     "--opts DATA.IMG_SIZE 20": "DATA.IMG_SIZE is 20 ... MODEL.SWINV2.WINDOW_SIZE",
-    "--opts DATA.IMG_SIZE 40": "DATA.IMG_SIZE is 40 ... WINDOW_SIZE ... 16",
     "--opts TRAIN.BASE_LRR 1": "unknown key TRAIN.BASE_LRR ... did you mean TRAIN.BASE_LR?",
-    "--opts TRAIN.BASE_LR": "TRAIN.BASE_LR ... pairs",
-    "--opts TRAIN.EPOCHS many": "TRAIN.EPOCHS ... 'many' ... int",
-    "--opts MODEL.MOE.TOP_K 5": "MODEL.MOE.TOP_K is 5 ... MODEL.MOE.NUM_EXPERTS (4)",
     "--cfg {root}/none.yaml": "none.yaml ... cannot be read",
-    "--cfg {root}/not.yaml": "not.yaml ... not valid YAML",
     "--opts DATA.BATCH_SIZE 64": "DATA.BATCH_SIZE is 64 ... 48",
     "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",
     "--resume {root}/a_file": "--resume ... a_file: is a file ... must be a run, a checkpoint or",
-    "--resume {root}/newer": "newer has format version 9, this program knows 1",
-    "--resume {root}/weights": "weights holds only weights ... MODEL.PRETRAINED",
-    "--resume {root}/damaged": "damaged: experts/layers.1.blocks.0.mlp.moe/0002 ... is missing",
     "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 8": (
         "layers.1.blocks.0.mlp.moe.experts: 4 there, 8 in the model ... nothing was loaded"
-    ),
-    "--resume {root}/run --opts TRAIN.OPTIMIZER.NAME sgd": (
-        "holds optimizer/exp_avg, optimizer/exp_avg_sq ... 'sgd' needs optimizer/momentum_buffer"
     ),
     "--opts MODEL.PRETRAINED {root}/weights.safetensors": (
         "head.fc.weight ([2, 2] there ... MODEL.CLASS_MAP new ... "
         "weights.safetensors ... missing:  ... surplus ... nothing was loaded"
     ),
-    "--opts MODEL.PRETRAINED {root}/run MODEL.CLASS_MAP {root}/map.txt": (
-        "MODEL.CLASS_MAP ... map.txt: it has 2 lines and numbers up to 5; ... numbers up to 1,"
-    ),
-    "--resume {root}/run --opts MODEL.SWINV2.EMBED_DIM 32": (
-        "does not fit ... patch_embed.proj.weight ... nothing was loaded"
-    ),
-    "--resume {root}/run --opts MODEL.MOE.NUM_EXPERTS 0": (
-        "does not fit ... layers.1.blocks.0.mlp.moe.experts: 4 there, 0 in the model ... nothing"
-        " was loaded"
-    ),
     "--opts MODEL.PRETRAINED {root}/none.pth": "none.pth ... no such file",
-    "--opts DATA.GLOBAL_BATCH_SIZE 15 TRAIN.ACCUMULATION_STEPS 2": "SIZE is 15 ... (2)",
     "--opts MODEL.PRETRAINED {root}/empty": "MODEL.PRETRAINED ... empty",
     "--output {root}/run": "--output ... already holds a run",
     "--output {root}/a_file": "--output ... a_file ... is a file",
-    "--output {root}/a_file/run": "--output ... a_file",
     "--opts AUG.AUTO_AUGMENT rnad-m9": "AUG.AUTO_AUGMENT ... rnad-m9",
 }
 

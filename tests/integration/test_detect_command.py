@@ -96,21 +96,13 @@ def damage_box(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def remove_image(tmp_path: Path) -> None:
-    (tmp_path / "data/shapes/val/000001.png").unlink()
-
-
 BOX = "instances_train.json ... annotation 2 (image 1) ... [500, ... outside its image"
-ANN_FILE = "--opts train_dataloader.dataset.dataset.ann_file=none.json"
 
 
 @pytest.mark.parametrize(
     ("damage", "words", "says"),
     [
         (damage_box, "", BOX),
-        (remove_image, "", "1 of its 2 images are missing ... 000001.png"),
-        (None, ANN_FILE, "none.json ... No such file"),
-        (None, "--pretrained nowhere", "nowhere"),
         (None, "--resume nowhere", "nowhere"),
         (None, "--opts model.backbone.num_heads=7", "num_heads"),
     ],

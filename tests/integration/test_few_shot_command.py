@@ -114,8 +114,6 @@ def places(tmp_path_factory, photographs):
 # arguments after the good ones ({root} is `places`), and what the one line must name
 BAD_INPUT = {
     "--shots 5 25": "--shots 25 ... class 'blue' has 24 training images",
-    "--shots 0": "--shots is 0, it must be at least 1",
-    "--draws 0": "--draws is 0",
     "--knn 49": "--knn 49 ... 48 training images",
     "--data {root}/one_class": "1 class ('red')",
     "--resume {root}/empty": "--resume ... empty ... holds no checkpoint",

@@ -102,7 +102,7 @@ def test_a_second_run_in_the_same_directory_is_refused(data, tmp_path):
     first.wait_for(gate.reached.exists)
     second = Ranks(2, data, run, "").wait()
     assert [outcome.status for outcome in second] == [2, 2]
-    assert second[0].err == f"error: --output {run}: another run is writing there\n"
+    assert second[0].err == f"error: --output {run}: another process is writing there\n"
     first.signal(signal.SIGKILL)
     first.wait()
     (third,) = Ranks(1, data, run, f"TRAIN.MAX_STEPS {first.done() + 1}").wait()

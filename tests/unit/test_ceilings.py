@@ -16,7 +16,6 @@ def test_reads_the_numbers_and_the_reasons():
     ("measured", "says"),
     [
         ({"room": 1000}, []),
-        ({"room": 970}, []),
         ({"room": 1001}, ["room: 1001, at most 1000"]),
         ({"room": 969}, ["room: 969, far below its ceiling of 1000"]),
         ({}, ["room: has a ceiling in ceilings.txt, but does not exist"]),
@@ -47,37 +46,6 @@ def test_lowers_what_is_too_high_and_nothing_else():
     now = lowered(text, {"room": 900, "other room, words": 99})
     assert now == TEXT.replace("1000", "900")
     assert lowered(text, {"room": 1001, "other room, words": 101}) == TEXT
-
-
-def test_counts_lines_by_room(tmp_path):
-    files = {
-        "moe_core/layer.py": "1\n2\n",
-        "moe_core/ops/native/a.cpp": "1\n",
-        "moe_core/ops/native/note.md": "not counted\n",
-        "swinv2_moe/train/loop.py": "1\n2\n3\n",
-        "tests/mutations/mutations.txt": "1\n",
-        "docs/log.md": "not counted",
-        "docs/how-to/a.md": "three words here\n",
-        "docs/reference/configuration-keys.md": "| `KEY` | \n| --- |\n| `OTHER` |\n",
-    }
-    for name, content in files.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-    measured = sizes(tmp_path)
-    assert measured == {
-        "moe_core and swinv2_moe": 6,
-        "moe_core": 3,
-        "moe_core, loose files": 2,
-        "moe_core/ops": 1,
-        "swinv2_moe": 3,
-        "swinv2_moe/train": 3,
-        "benchmarks": 0,
-        "tests": 0,
-        "tests/mutations/mutations.txt": 1,
-        "docs without the log, words": 3 + 9,
-        "configuration keys": 2,
-    }
 
 
 def test_counts_the_functions_of_a_pass():

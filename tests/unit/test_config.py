@@ -155,10 +155,6 @@ def test_experts_contradictions():
     [
         (["MODEL.CLASS_MAP", "new"], "needs trained weights (MODEL.PRETRAINED)"),
         (["MODEL.CLASS_MAP", "map.txt"], "MODEL.CLASS_MAP is 'map.txt'"),
-        (
-            ["MODEL.MOE.CAPACITY_AUTO", "True", "MODEL.MOE.ROUTER", "soft"],
-            "MODEL.MOE.CAPACITY_AUTO is True: it cannot be used with MODEL.MOE.ROUTER 'soft'",
-        ),
     ],
 )
 def test_keys_without_effect_are_refused_but_not_in_checkpoints(opts, says):

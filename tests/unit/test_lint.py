@@ -20,7 +20,6 @@ from lint import (
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("import torch._dynamo", "torch._dynamo"),
         ("import torch\ntorch._dynamo.reset()", "torch._dynamo.reset"),
         (
             "import torch.distributed as dist\ndist.distributed_c10d._world",
@@ -28,7 +27,6 @@ from lint import (
         ),
         ("from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
         ("from torch.nn.parallel import DDP\nDDP._ignore(1)", "torch.nn.parallel.DDP._ignore"),
-        ("def f():\n    from torch._C import x as y", "torch._C.x"),
     ],
 )
 def test_finds_private_names(source, name):
@@ -72,16 +70,11 @@ def test_finds_long_functions():
         ("moe_core.router", "moe_core.layer.MoELayer"),
         ("moe_core.ops.combine.op", "moe_core.router"),
         ("moe_core.parallel.groups", "moe_core.parallel.exchange.Exchanged"),
-        ("moe_core.parallel.groups", "moe_core.parallel.tuner.Tuner"),
         ("moe_core.parallel.algorithm", "moe_core.parallel.cost_model.volume"),
         ("moe_core.parallel.cost_model", "moe_core.parallel.tuner.Tuner"),
-        ("moe_core.layer", "moe_core.training"),
         ("moe_core.layer", "swinv2_moe.config"),
         ("moe_core.checkpoint", "timm"),
-        ("moe_core.experts", "torchvision.ops"),
         ("swinv2_moe.models.factory", "swinv2_moe.data.build"),
-        ("swinv2_moe.models.factory", "moe_core.layer.MoELayer"),
-        ("swinv2_moe.data.build", "swinv2_moe.models"),
         ("swinv2_moe.train.loop", "swinv2_moe.detection.backbone"),
         ("swinv2_moe.train.loop", "tools.train"),
     ],

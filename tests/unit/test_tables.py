@@ -55,15 +55,11 @@ class At(NamedTuple):
     ("position", "steps", "validations"),
     [
         (At(), 6, 2),
-        (At(epoch_step=1, step=1), 5, 2),
         (At(epoch_step=3, step=3), 3, 2),  # before the validation of the first epoch
-        (At(epoch=1, step=3), 3, 1),
         (At(epoch=1, epoch_step=3, step=6), 0, 1),
         (At(epoch=2, step=6), 0, 0),
         (At(max_steps=2), 2, 1),  # the last step is validated within an epoch
-        (At(max_steps=3), 3, 1),
         (At(max_steps=4), 4, 2),
-        (At(max_steps=100), 6, 2),
         (At(epoch=1, step=3, max_steps=2), 0, 0),
     ],
 )

@@ -27,7 +27,8 @@ from swinv2_moe.data.prepare.shard_jobs import (
 )
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.errors import UserError, one_line
-from swinv2_moe.files import HashedFile, only_process, parse_json
+from swinv2_moe.files import HashedFile, parse_json
+from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 _IMAGES = {ending.removeprefix(".") for ending in SUFFIXES} | {"avif", "heic", "heif"}
@@ -56,7 +57,7 @@ def index_shards(
             or a label is invalid.
     """
     jobs = _jobs(root)
-    with only_process(root):
+    with lock(root):
         size = sum(os.path.getsize(job.path(root)) for job in jobs)
         asked = {
             "command": "index",

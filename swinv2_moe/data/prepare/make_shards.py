@@ -26,7 +26,8 @@ from swinv2_moe.data.prepare.shard_jobs import (
 from swinv2_moe.data.shards import SPLITS
 from swinv2_moe.data.sources import Source, Sources
 from swinv2_moe.errors import UserError, short
-from swinv2_moe.files import make_directory, new_file, only_process
+from swinv2_moe.files import make_directory, new_file
+from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 _QUALITY = 90  # quality of images that are stored smaller
@@ -72,7 +73,7 @@ def make_shards(sources: Sources, output: str, options: Options, workers: int) -
     """
     _require_webdataset()
     make_directory(output)
-    with only_process(output):
+    with lock(output):
         writers = {split: _Writer(getattr(sources, split), output, options) for split in SPLITS}
         asked = {"command": "make"} | asdict(options)
         for split, writer in writers.items():

@@ -26,7 +26,8 @@ from swinv2_moe.data.shards import (
     read_index,
 )
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import make_directory, new_file, only_process, read_bounded, write_json
+from swinv2_moe.files import make_directory, new_file, read_bounded, write_json
+from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 if TYPE_CHECKING:  # it imports torch
@@ -211,7 +212,7 @@ class Stager:
                 f"LOCAL (DATA.STAGE) is {self.target!r}: that is SHARDS itself; take another"
                 " directory"
             )
-        stack.enter_context(only_process(self.target))
+        stack.enter_context(lock(self.target))
         has_index = False
         for name in (INDEX, ARRIVING_INDEX):
             existing = os.path.join(self.target, name)

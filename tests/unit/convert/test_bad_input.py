@@ -57,19 +57,11 @@ SOURCES = {  # what happens to the files: what the line then says
         lambda x: os.remove(f"{x}.master"),
         ["x.pth.rank0: holds experts alone", "x.pth.master is missing"],
     ),
-    "the master alone": (
-        lambda x: [os.remove(f"{x}.rank{r}") for r in range(8)],
-        ["missing x.pth.rank0"],
-    ),
     "both forms": (
         lambda x: shutil.copy(f"{x}.master", f"{x}.global"),
         ["x.pth.global and x.pth.rank0"],
     ),
     "a directory": (lambda x: os.mkdir(x), ["x.pth: is a directory"]),
-    "a directory as a rank": (
-        lambda x: (os.remove(f"{x}.rank1"), os.mkdir(f"{x}.rank1")),
-        ["x.pth.rank1: is a dir"],
-    ),
     "a bias that is not zero": (
         lambda x: change(f"{x}.master", f"{LAYER}.experts.batched_fc2_bias", torch.ones(1, 1, 8)),
         ["batched_fc2_bias", "layers.1.blocks.1.mlp.moe", "is not zero"],
@@ -105,20 +97,6 @@ SOURCES = {  # what happens to the files: what the line then says
     "NaN": (
         lambda x: change(f"{x}.master", "norm.bias", torch.full((32,), torch.nan)),
         ["norm.bias holds values that are NaN or infinite"],
-    ),
-    "NaN in an expert": (
-        lambda x: change(
-            f"{x}.rank2", f"{LAYER}.experts.batched_fc1_w", torch.full((1, 32, 16), torch.inf)
-        ),
-        ["layers.1.blocks.1.mlp.moe.experts.w1 holds values that are NaN or infinite"],
-    ),
-    "a huge rank": (
-        lambda x: shutil.copy(f"{x}.rank0", f"{x}.rank99999999999"),
-        ["missing x.pth.rank8"],
-    ),
-    "a named pipe": (
-        lambda x: (os.remove(f"{x}.rank1"), os.mkfifo(f"{x}.rank1")),
-        ["x.pth.rank1: not a regular file"],
     ),
     "no tensors": (
         lambda x: torch.save([1], f"{x}.rank0"),
@@ -200,13 +178,10 @@ def test_arguments(files, convert, refused, cfg, make_checkpoint, tmp_path):
     released = ["import", "swin-moe", files]
     refused(released, "import swin-moe: needs --cfg")
     refused([*released, "--opts", "SEED", "1"], "--opts: needs --cfg")
-    noise = ["import", "tutel", files, *cfg(), "--noise", 0.1]
-    refused(noise, "--noise 0.1: is for dense")
+    refused(["import", "dense", files, *cfg(), "--noise", 0.1], "--noise has left: experts with")
     for kind in ("tutel", "single", "hub"):
         refused(["export", kind, ours, "--newer"], f"--newer: is for swin-moe, not for {kind}")
     refused(["export", "tutel", ours, "--dtype", "int8"], "--dtype int8: is for single, not for")
-    for noise in ("nan", "-1", "inf"):
-        refused(["import", "dense", files, *cfg(), "--noise", noise], "--noise is")
     for kind in ("swin-moe", "tutel"):
         for ranks, fragment in (
             (3, "do not divide over 3 ranks"),
@@ -307,9 +282,6 @@ METADATA = [  # of a single file, what the line says
     (SINGLE | {"config": "MODEL: {NOPE: 1}"}, "its configuration cannot be used"),
     (SINGLE | {"class_names": "[" * 100_000}, "nested too deeply"),
     (SINGLE | {"class_names": '"ab"'}, "class_names is 'ab', it must be a list"),
-    (SINGLE | {"class_names": "[1, 2]"}, "class_names/0 is 1, it must be text"),
-    (SINGLE | {"step": "9" * 5000}, "its metadata cannot be used"),
-    (SINGLE | {"step": "-1"}, "step is -1, it must be a whole number"),
     (SINGLE | {"step": "1.5"}, "step is 1.5"),
     (SINGLE | {"step": "9" * 30}, "step is 999"),
 ]
@@ -361,14 +333,11 @@ class RunsCode:
 
 PLANTED = [  # kind, file with the pickle, source
     ("swin-moe", "x.pth.rank0", "x.pth"),
-    ("swin-moe", "x.pth.rank5", "x.pth"),
     ("swin-moe", "x.pth.master", "x.pth"),
     ("swin-moe", "y.pth.global", "y.pth"),
     ("dense", "dense.pth", "dense.pth"),
-    ("dense", "dense.safetensors", "dense.safetensors"),
     ("tutel", "tutel.pt", "tutel.pt"),
     ("tutel", "tutel-1.ckpt", "tutel-{rank}.ckpt"),
-    ("tutel", "tutel.safetensors", "tutel.safetensors"),
     ("single", "single.safetensors", "single.safetensors"),
 ]
 

@@ -25,6 +25,7 @@ from swinv2_moe.data.prepare.index_shards import index_shards
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, ImageFiles, Sources, load_sources
+from swinv2_moe.locks import lock
 
 SMALL = Options(shard_mb=0.02)  # of noise images: about 6 in a shard
 
@@ -173,7 +174,7 @@ def test_other_arguments_or_images_than_the_first_time_are_refused(sources, made
     assert "train" in os.listdir(tmp_path / "images")
     (tmp_path / "file").touch()
     assert re.match(r".*/file: cannot be made", refused(sources, tmp_path / "file"))
-    with files.only_process(str(tmp_path)):
+    with lock(str(tmp_path)):
         assert refused(sources, tmp_path) == f"{tmp_path}: another process is writing there"
 
 
@@ -240,7 +241,7 @@ def test_arrays_become_pngs(tmp_path):
 @pytest.fixture
 def build(make_data, made, full_augmentation):
     """`build({"DATA.NUM_WORKERS": 1})`: the loaders of `made`."""
-    dataset = {"DATA.DATASET": "shards", "DATA.PATH": str(made), "DATA.SHARD_STREAMS": 2}
+    dataset = {"DATA.DATASET": "shards", "DATA.PATH": str(made)}
     return lambda keys=None: build_data(make_data(full_augmentation, dataset, keys or {}))
 
 

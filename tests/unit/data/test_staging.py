@@ -16,6 +16,7 @@ from swinv2_moe import files
 from swinv2_moe.data.prepare.staging import Stager, stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.errors import UserError
+from swinv2_moe.locks import lock
 
 
 def names(root: Path) -> set[str]:
@@ -128,5 +129,5 @@ def test_directories_that_are_not_for_it(made, tmp_path):
     (tmp_path / "file").touch()
     assert "cannot be made" in refusal(made, tmp_path / "file")
     (tmp_path / "busy").mkdir()
-    with files.only_process(str(tmp_path / "busy")):
+    with lock(str(tmp_path / "busy")):
         assert "another process is writing there" in refusal(made, tmp_path / "busy")

@@ -51,7 +51,7 @@ def test_a_second_training_looks_at_nothing(tmp_path, monkeypatch):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        line = f"--output {tmp_path / 'run'}: another run is writing there"
+        line = f"--output {tmp_path / 'run'}: another process is writing there"
         with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
             run.train(config, "auto")
         other.stdin.close()

@@ -152,8 +152,6 @@ def test_what_is_named_twice_is_measured_once():
 # A value of --opts, and what the error line says of it
 IGNORED = {
     "AMP_ENABLE true": "True, but --dtypes decides",
-    "AMP_DTYPE float16": "'float16', but --dtypes decides",
-    "COMPILE true": "True, but --compile decides",
     "DATA.BATCH_SIZE 64": "64, but --batch-sizes decides",
     "DATA.GLOBAL_BATCH_SIZE 64": "64, but --batch-sizes decides",
     "MODEL.MOE.EVAL_CAPACITY_FACTOR 2": "2.0, but --capacity-factors decides",

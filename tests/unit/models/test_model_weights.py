@@ -107,13 +107,6 @@ def test_dense_weights_that_do_not_fit_change_nothing(upcycle, make_model, tmp_p
         assert_unchanged(model, before)
 
 
-def test_another_head_is_named(make_model):
-    model = make_model(4)
-    words = r"head\.fc\.weight \(\[7, 64\] there, \[5, 64\] in the model\)"
-    with pytest.raises(UserError, match=words):
-        load_dense(model, make_model(num_classes=7).state_dict())
-
-
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "model.pt", "state_dict.bin"])
 def test_files_of_timm_weights(name, nano, make_model, randomize, tmp_path):
     """All weights of a file, also those that it keeps under a name."""
@@ -124,22 +117,6 @@ def test_files_of_timm_weights(name, nano, make_model, randomize, tmp_path):
         torch.save(state if name == "w.pth" else {file.stem: state, "epoch": 3}, file)
     model = make_model()
     assert load_dense(model, file) == []
-    assert_unchanged(model, state)
-
-
-def test_microsofts_naming(make_model):
-    """Downsampling at the end of a stage, the head without `.fc`, buffers in the file."""
-    state = make_model(seed=3).state_dict()
-    theirs = {}
-    for key, tensor in state.items():
-        if "downsample" in key:
-            stage = int(key.split(".")[1])
-            key = key.replace(f"layers.{stage}.", f"layers.{stage - 1}.")
-        theirs[key.replace("head.fc.", "head.")] = tensor
-    theirs["layers.0.blocks.1.attn_mask"] = torch.zeros(4, 16, 16)
-    theirs["layers.0.blocks.0.attn.relative_coords_table"] = torch.zeros(1, 7, 7, 2)
-    model = make_model()
-    assert load_dense(model, {"model": theirs}) == []
     assert_unchanged(model, state)
 
 

@@ -29,7 +29,7 @@ def test_timms_swinv2_t_keeps_its_logits(tmp_path):
     config = load_config(CONFIG, options, data="anywhere")
     sparse = build_model(model_config(config), 1000).eval()
     keys = config.MODEL
-    kept = load_dense(sparse, keys.PRETRAINED, keys.UPCYCLE, keys.UPCYCLE_NOISE, config.SEED)
+    kept = load_dense(sparse, keys.PRETRAINED, keys.UPCYCLE)
     assert [name.split(".moe.")[1] for name in kept] == ["router.weight"] * 4
     images = torch.randn(2, 3, 64, 64, generator=generator).double()
     with torch.inference_mode():

@@ -29,15 +29,6 @@ def test_arguments_of_a_call_do_not_stick():
         assert torch.equal(layer(x)[0], before)
 
 
-def test_capacity_factor_0_per_call_is_dropless():
-    for batch_prioritized in (True, False):
-        layer = make_layer(capacity_factor=0.3, batch_prioritized=batch_prioritized)
-        layer(tokens())
-        assert layer.last_routing.dropped_share > 0
-        layer(tokens(), capacity_factor=0.0)
-        assert layer.last_routing.dropped_share == 0
-
-
 def test_top_k_above_the_number_of_experts_means_all():
     x = tokens()
     every = make_layer(top_k=4, capacity_factor=0.5)(x)

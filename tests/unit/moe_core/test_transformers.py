@@ -163,7 +163,7 @@ def assert_same_experts(experts: nn.Module, other: str = "eager") -> None:
     assert_close(experts_outcome(experts, "moe_core", x, ids, gates, grad), expected, 1e-10)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_pytorch_tanh", "leaky_relu"])
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "leaky_relu"])
 def test_other_activations(activation):
     assert_same_experts(experts_of(model_of("mixtral", hidden_act=activation)))
 
@@ -187,11 +187,9 @@ class Scaled(nn.Module):
 
 OWN = {
     "relu": Scaled(torch.relu),
-    "scaled": Scaled(scale=3.0),
     "function": F.silu,
     "lambda": lambda x: x.square(),
     "prelu": nn.PReLU(dtype=torch.float64),
-    "limit of 10": transformers.activations.ClippedGELUActivation(-10, 10),
     "limit of 1": transformers.activations.ClippedGELUActivation(-1, 1),
 }
 

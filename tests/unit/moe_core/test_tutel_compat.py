@@ -1,7 +1,6 @@
 """moe_core.compat.tutel in one process: which form computes, names, errors, state dicts."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -42,12 +41,10 @@ KNOWN = [
 UNKNOWN = [
     torch.tanh,
     lambda x: F.relu(x) * 2,
-    lambda x: F.relu(x + 1),
     lambda x: F.relu(F.gelu(x)),
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: F.gelu(F.dropout(x, 0.5)),
     lambda x: (F.relu(x), x)[1],
-    lambda x: x,
     lambda x: F.relu(x) if x.shape[0] > 3 else x,
     lambda x: F.dropout(F.relu(x), 1.0),
     lambda x: missing(F.relu(x)),  # noqa: F821 - made later
@@ -281,14 +278,12 @@ def test_a_gate_of_the_user_with_the_engine():
         ({"experts": {"dropout": 0.1}}, "experts of type 'ffn': .*'dropout'"),
         ({"experts": {"implicit_dropout_p": 0.1}}, r"implicit_dropout_p \(0.1\): use dropout in"),
         ({"experts": {"num_experts_per_device": 0}}, r"num_experts_per_device \(0\) must not"),
-        ({"experts": {"num_experts_per_device": -2}}, r"\(-2\): the 1 ranks do not divide"),
         ({"experts": {"activation_fn_with_self": F.relu}}, "are both given"),
         ({"layer": {"parallel_type": "tensor"}}, r"\('tensor'\) must be 'adaptive:R'"),
         ({"layer": {"is_gshard_loss": False}}, r"\(False\) needs gate_noise \(0.0\)"),
         ({"layer": {"a2a_type": "x"}}, r"a2a_type \('x'\) is not an argument of moe_layer"),
         ({"call": {"adaptive_r": 3}}, r"adaptive_r \(3\) must be one of 0, 1"),
         ({"call": {"a2a_ffn_overlap_degree": 0}}, r"overlap_degree \(0\) must be at least 1"),
-        ({"call": {"capacity_factor": math.inf}}, r"capacity_factor \(inf\) must be finite"),
     ],
 )
 def test_bad_options_are_named(change, message):

@@ -71,8 +71,7 @@ def make_trainer(tmp_path) -> Callable[..., Trainer]:
 
 @pytest.fixture
 def save() -> Callable[..., Path]:
-    """`save(trainer, root, is_best=..., partial=...)`: its state as a checkpoint in `root`; that
-    checkpoint."""
+    """`save(trainer, root, is_best=...)`: its state as a checkpoint in `root`; that checkpoint."""
 
     def run(trainer: Trainer, root: Path, **how) -> Path:
         saver = saver_of(trainer, root)

@@ -24,7 +24,8 @@ from swinv2_moe.data.classes import match_all
 from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import bundled
-from swinv2_moe.train import distill, teacher
+from swinv2_moe.start import teacher
+from swinv2_moe.train import distill
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.run import train
@@ -446,7 +447,7 @@ def test_a_class_that_the_teacher_does_not_know(config_of, colours, tmp_path, cl
     ],
 )
 def test_what_cannot_be_used(config_of, weights, tmp_path, monkeypatch, keys, message):
-    monkeypatch.setattr(teacher, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(bundled, "_PACKAGE", "no_such_package")
     keys = {key: str(value).format(weights) for key, value in keys.items()}
     with pytest.raises(UserError, match=message):
         train(config_of("run", keys))

@@ -97,7 +97,7 @@ def test_a_run_starts_from_any_model_in_the_cache(cache, name, tmp_path, monkeyp
     for more, count in (("MODEL.MOE.NUM_EXPERTS 0", 0), (experts, 2)):
         trainer = make_rank_trainer(0, 1, f"{keys} {more}")
         model = trainer.step.model.eval()
-        load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
+        load_pretrained(trainer.config.model, model, trainer.world, trainer.data.class_names)
         assert len(moe_layers(model)) == count
         # fp32: two experts' results are added in place of one
         found = model.forward_features(images)
@@ -147,7 +147,7 @@ def test_settings_that_are_not_in_the_cache_are_said(cache):
 def load(make_trainer, name, keys=None):
     trainer = make_trainer({"MODEL.PRETRAINED": name} | (keys or {}))
     model, names = trainer.step.model, trainer.data.class_names
-    load_pretrained(trainer.config.model, model, trainer.world, 0, names)
+    load_pretrained(trainer.config.model, model, trainer.world, names)
     return model
 
 
@@ -190,7 +190,7 @@ def on_a_rank(rank, cache, source, calls):
     hub.hf_hub_download = download
     trainer = make_rank_trainer(rank, 2, "MODEL.PRETRAINED hf-hub:me/moe MODEL.MOE.NUM_EXPERTS 4")
     model = trainer.step.model
-    load_pretrained(trainer.config.model, model, trainer.world, 0, trainer.data.class_names)
+    load_pretrained(trainer.config.model, model, trainer.world, trainer.data.class_names)
     weights = timm.create_model(f"local-dir:{source}", pretrained=True)
     for name, layer in moe_layers(model).items():
         full = weights.get_submodule(name).experts

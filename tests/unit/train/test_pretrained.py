@@ -48,7 +48,7 @@ def load(make_trainer):
         trainer.step.model.reset_classifier(len(classes))
         own = {name: trainer.step.model.state_dict()[name].clone() for name in HEAD}
         found = load_pretrained(
-            trainer.config.model, trainer.step.model, trainer.world, 0, list(classes)
+            trainer.config.model, trainer.step.model, trainer.world, list(classes)
         )
         assert found == tuple(notes)
         return trainer.step.model.state_dict(), own
@@ -246,10 +246,6 @@ def test_a_dense_run_upcycled(pretrained, load):
         for e in range(4):
             assert torch.equal(found[f"{experts}.w1"][e], before[f"{ffn}.fc1.weight"])
             assert torch.equal(found[f"{experts}.w2"][e], before[f"{ffn}.fc2.weight"].t())
-    noisy, _ = load(source, {"MODEL.UPCYCLE": "weights", "MODEL.UPCYCLE_NOISE": 0.1})
-    first, second = noisy["layers.1.blocks.0.mlp.moe.experts.w1"][:2]
-    std = float(before["layers.1.blocks.0.mlp.fc1.weight"].std())
-    assert float((first - second).std()) == pytest.approx(0.1 * 2**0.5 * std, rel=0.1)
 
 
 def test_what_is_frozen_must_have_been_trained(pretrained, load):
@@ -291,7 +287,7 @@ def test_frozen_experts_stay_and_route_as_in_evaluation(pretrained, make_trainer
     frozen["MODEL.DROP_PATH_RATE"] = 0.0
     trainer, again = make_trainer(frozen), make_trainer(frozen)
     for each in (trainer, again):
-        load_pretrained(each.config.model, each.step.model, each.world, 0, list("0123456789"))
+        load_pretrained(each.config.model, each.step.model, each.world, list("0123456789"))
     before = copy_of(trainer.step.model)
     trainer_cases.train_steps(trainer, 2)
     for name, tensor in trainer.step.model.state_dict().items():

@@ -12,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_core import RoutingStats
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.record import Recorder, _forget_after, dropped_share
+from swinv2_moe.train.record import Recorder, dropped_share
 from swinv2_moe.train.run import train
+from swinv2_moe.train.sinks import _forget_after
 
 ZERO = torch.tensor(0.0)
 

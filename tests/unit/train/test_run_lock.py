@@ -14,10 +14,9 @@ import pytest
 from run_cases import ALONE
 from tool_cases import refusal
 
-from swinv2_moe import owner_file
+from swinv2_moe import locks
 from swinv2_moe.errors import UserError
-from swinv2_moe.files import only_process
-from swinv2_moe.ranks import run_lock
+from swinv2_moe.locks import lock as lock_directory
 from swinv2_moe.ranks.run_lock import only_run
 from swinv2_moe.start import initial
 from swinv2_moe.train import arrival
@@ -64,7 +63,7 @@ def test_a_second_run_looks_at_nothing(resume, another_run, make_config, tmp_pat
     monkeypatch.setattr(arrival, "build_data", lambda *args: looked.append(args))
     before = snapshot(tmp_path)
     message = refusal(train, config, resume)
-    assert message == f"--output {tmp_path / 'run'}: another run is writing there"
+    assert message == f"--output {tmp_path / 'run'}: another process is writing there"
     assert (looked, snapshot(tmp_path)) == ([], before)
 
 
@@ -95,7 +94,7 @@ def test_the_lock_is_free_again(another_run, tmp_path):
     (tmp_path / "run").mkdir()
     holder = another_run(tmp_path / "run")
     lock = only_run(tmp_path / "run", ALONE)
-    assert "another run is writing there" in refusal(lock.__enter__)
+    assert "another process is writing there" in refusal(lock.__enter__)
     holder.communicate()
     with only_run(tmp_path / "run", ALONE):
         assert os.listdir(tmp_path / "run") == [".lock"]
@@ -118,7 +117,7 @@ def test_what_is_left_empty_is_removed(tmp_path):
 
 def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
     """As by a run that ends: the lock is taken on the file that the next run will find."""
-    try_lock, removed = run_lock.try_lock, []
+    try_lock, removed = locks.try_lock, []
 
     def remove_and_lock(descriptor, inherited):
         if not removed:
@@ -126,7 +125,7 @@ def test_a_lock_file_that_is_removed_while_it_is_locked(tmp_path, monkeypatch):
             (tmp_path / "run").rmdir()
         return try_lock(descriptor, inherited)
 
-    monkeypatch.setattr(run_lock, "try_lock", remove_and_lock)
+    monkeypatch.setattr(locks, "try_lock", remove_and_lock)
     with only_run(tmp_path / "run", ALONE):
         assert removed
         assert (tmp_path / "run" / ".lock").exists()
@@ -146,13 +145,13 @@ def no_locks(monkeypatch):
 OTHER_HOST = {"host": "node-7", "pid": 1, "started": 1.0}
 
 
-@pytest.mark.parametrize("lock", [lambda path: only_run(path, ALONE), only_process])
+@pytest.mark.parametrize("lock", [lambda path: only_run(path, ALONE), lock_directory])
 def test_without_locks_an_owner_file_keeps_others_out(lock, no_locks, tmp_path, capsys):
     directory, owner = tmp_path / "run", tmp_path / "run" / ".owner"
     directory.mkdir()
     with lock(directory):
         assert "has no locks (No locks available)" in capsys.readouterr().err
-        refused = rf"another run is writing there \(process {os.getpid()} on .*heard of 0 s ago"
+        refused = rf"another process is writing there \(process {os.getpid()} on .*heard of 0 s ago"
         with pytest.raises(UserError, match=refused), lock(directory):
             pass
         assert owner.exists()
@@ -182,11 +181,11 @@ def test_one_of_two_takes_over_a_directory(moment, no_locks, tmp_path, monkeypat
     directory.mkdir()
     ended = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 1.0}
     (directory / ".owner").write_text(json.dumps(ended))
-    look, looks, taken = owner_file.owner, [], []
+    look, looks, taken = locks.owner, [], []
 
     def take(lock):
         with suppress(UserError):
-            taken.append(lock.enter_context(only_process(directory)))
+            taken.append(lock.enter_context(lock_directory(directory)))
 
     def look_and_wait(path):
         seen = look(path)
@@ -195,11 +194,11 @@ def test_one_of_two_takes_over_a_directory(moment, no_locks, tmp_path, monkeypat
             take(second)
         return seen
 
-    monkeypatch.setattr(owner_file, "owner", look_and_wait)
+    monkeypatch.setattr(locks, "owner", look_and_wait)
     with ExitStack() as first, ExitStack() as second:
         take(first)
         assert len(taken) == 1
-        assert os.listdir(directory) == [".owner"]
+        assert sorted(os.listdir(directory)) == [".lock", ".owner"]
     assert os.listdir(directory) == []
 
 
@@ -211,14 +210,14 @@ def test_a_full_disk_does_not_take_over(no_locks, tmp_path, monkeypatch):
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".owner").write_text(json.dumps(OTHER_HOST))
-    monkeypatch.setattr(owner_file, "_now", fail)
+    monkeypatch.setattr(locks, "_now", fail)
     with pytest.raises(UserError, match="No space left"), only_run(tmp_path / "run", ALONE):
         pass
     assert (tmp_path / "run" / ".owner").exists()
 
 
 def test_the_owner_renews_its_file_and_leaves_that_of_another(no_locks, tmp_path, monkeypatch):
-    monkeypatch.setattr(owner_file, "_BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(locks, "_BEAT_SECONDS", 0.001)
     (tmp_path / "run").mkdir()
     with only_run(tmp_path / "run", ALONE):
         file = tmp_path / "run" / ".owner"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_cases import ALONE, LAYERS, assert_same, copy_of, saver_of
+from run_cases import ALONE, assert_same, copy_of, saver_of
 
 from moe_core.checkpoint import write_tensors
 from swinv2_moe.checkpoints import saver as saver_module
@@ -16,7 +16,6 @@ from swinv2_moe.checkpoints.checkpoint import (
     find_checkpoint,
     open_checkpoint,
     read_section,
-    write_meta,
 )
 from swinv2_moe.checkpoints.saver import Saver, StagingBuffers
 from swinv2_moe.errors import UserError
@@ -55,7 +54,8 @@ def write(trainer, saver, **how) -> None:
 
 @pytest.mark.parametrize("staging", [4096, 1, 0])  # MB: all of it, a part, nothing
 def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypatch):
-    trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": staging, "MODEL.SWINV2.EMBED_DIM": 32})
+    monkeypatch.setattr(saver_module, "STAGING_BYTES", staging << 20)
+    trainer, saver, _ = begin({"MODEL.SWINV2.EMBED_DIM": 32})
     before = copy_of(trainer.step.model)
     gate, threads = threading.Event(), set()
 
@@ -80,7 +80,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(staging, begin, monkeypa
 
 
 def test_without_staging_nothing_is_copied(begin, monkeypatch):
-    trainer, saver, _ = begin({"CHECKPOINT.STAGING_MB": 0})
+    monkeypatch.setattr(saver_module, "STAGING_BYTES", 0)
+    trainer, saver, _ = begin()
     moments = [t for state in trainer.step.optimizer.state.values() for t in state.values()]
     tensors = [*trainer.step.model.parameters(), *moments]
     memory = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
@@ -113,55 +114,6 @@ def test_staging_is_bounded_and_used_again():
     assert staging.allocated == 100
 
 
-def test_experts_in_turn(begin):
-    keys = {"CHECKPOINT.EXPERTS": 1, "CHECKPOINT.KEEP_LAST": 9, "TRAIN.EMA_DECAY": 0.5}
-    trainer, saver, _ = begin(keys)
-    written, states = [], []
-    saver.report = lambda cost: written.append(cost.bytes)
-    for _ in range(6):
-        write(trainer, saver, partial=True)
-        states.append(copy_of(trainer.step.model))
-        step(trainer)
-    # the first has nothing to borrow from
-    assert max(written[1:]) == min(written[1:]) < 0.6 * written[0]
-    last = open_checkpoint(saver.root / "step-00000006")
-    assert last.meta["experts"] == {LAYERS[0]: [6, 3, 4, 5], LAYERS[1]: [4, 5, 6, 3]}
-    ages = "6 of 8 experts are older than the rest, by up to 3 steps (partial saves)"
-    assert last.expert_ages() == ages
-    found = weights(last.directory, trainer)
-    for name, tensor in found.items():
-        layer = next((layer for layer in LAYERS if name.startswith(f"{layer}.experts.")), None)
-        steps = last.meta["experts"][layer] if layer else [6]
-        expected = [
-            states[s - 1][name][e] if layer else states[s - 1][name] for e, s in enumerate(steps)
-        ]
-        assert torch.equal(tensor, torch.stack(expected) if layer else expected[0]), name
-    for section in ("", "ema/", "optimizer/exp_avg/"):
-        file = f"{section}experts/{LAYERS[0]}/0001.safetensors"
-        earlier = saver.root / "step-00000003" / file
-        assert (last.directory / file).stat().st_ino == earlier.stat().st_ino
-    shutil.rmtree(saver.root / "step-00000003")  # a link is as good as the file
-    write(trainer, saver, is_best=True)
-    assert open_checkpoint(saver.root / "best").expert_ages() is None
-
-
-def test_what_cannot_be_borrowed_is_written(begin, make_trainer):
-    trainer, saver, _ = begin({"CHECKPOINT.EXPERTS": 1})
-    write(trainer, saver, partial=True)
-    shutil.rmtree(saver.root / "step-00000001")
-    step(trainer)
-    write(trainer, saver, partial=True)
-    assert open_checkpoint(saver.root / "latest").expert_ages() is None
-    source = open_checkpoint(saver.root / "step-00000002")
-    keys = {"DATA.BATCH_SIZE": 16, "CHECKPOINT.EXPERTS": 1, "MODEL.MOE.NUM_EXPERTS": 8}
-    other = make_trainer(keys)
-    saver = saver_of(other, saver.root, source)
-    for _ in range(3):
-        step(other)
-    write(other, saver, partial=True)
-    assert open_checkpoint(saver.root / "step-00000003").expert_ages() is None
-
-
 def fails_once(monkeypatch, name, after=0):
     """Make the n-th call of a function that the saver uses fail as on a full disk; later ones
     work."""
@@ -189,7 +141,8 @@ def fails_once(monkeypatch, name, after=0):
     ],
 )
 def test_a_failed_save_is_said_and_harms_nothing(function, after, staging, begin, monkeypatch):
-    trainer, saver, said = begin({"CHECKPOINT.STAGING_MB": staging})
+    monkeypatch.setattr(saver_module, "STAGING_BYTES", staging << 20)
+    trainer, saver, said = begin()
     write(trainer, saver)
     fails_once(monkeypatch, function, after)
     step(trainer)
@@ -276,15 +229,6 @@ def test_two_runs_of_the_same_length_set_aside(begin):
         write(trainer, saver)
         saver_of(trainer, saver.root, print_line=lambda line: None)
         assert (saver.root / name).is_dir()
-
-
-def test_a_checkpoint_of_weights_cannot_be_resumed(begin, make_trainer):
-    trainer, saver, _ = begin()
-    write(trainer, saver)
-    source = open_checkpoint(saver.root / "latest")
-    write_meta(source.directory, source.meta | {"training": None})
-    with pytest.raises(UserError, match=r"holds only weights.*MODEL\.PRETRAINED"):
-        make_trainer().resume(open_checkpoint(source.directory))
 
 
 def test_a_run_whose_last_save_fails_says_so(tmp_path, make_config, monkeypatch, capsys):

@@ -9,16 +9,14 @@ from tool_cases import refusal
 from trainer_cases import SAME_STEPS, make_batch, make_step, make_trainer
 
 from moe_core import moe_layers, prepared
-from swinv2_moe.config import all_sections, load_config
+from swinv2_moe.config import load_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.export.programs import load_program, write_program
-from swinv2_moe.models import MoEMlp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train import graph as train_graph
 from swinv2_moe.train import step as train_step
 from swinv2_moe.train.graph import PassGraph, StepGraph, can_replay, check_device
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.schedules import RoutingSchedule
 from swinv2_moe.train.step import TrainingStep
 
 # all that a step draws, and biases that it moves
@@ -37,7 +35,7 @@ def replay(monkeypatch):
     monkeypatch.setattr(StepGraph, "_as_usual", lambda self, compute, *inputs: compute(*inputs))
 
     def start(step: TrainingStep, key: str | None = "TRAIN.GRAPH") -> StepGraph:
-        step.replay_from_now_on(StepGraph(step.model, step._routing_settings, key))
+        step.replay_from_now_on(StepGraph(step.model, key))
         return step.graph
 
     return start
@@ -183,50 +181,6 @@ def test_a_batch_of_another_size_is_computed_as_usual(replay, sizes):
     assert_same_weights(usual, replayed)
 
 
-def test_another_top_k_is_captured_anew(replay):
-    usual, replayed = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
-    usual.replay_from_now_on(Uncaptured(usual.model))
-    replay(replayed)
-
-    def results(step: TrainingStep) -> list:
-        def change(number: int) -> None:
-            for layer in (part for part in step.model.modules() if isinstance(part, MoEMlp)):
-                layer.top_k = 1 if number < 6 else 2
-
-        return run_steps(step, 12, change)
-
-    expected, found = results(usual), results(replayed)
-    assert [result for result, _ in found] == [result for result, _ in expected]
-    assert [is_replay for _, is_replay in found] == 2 * (3 * [False] + 3 * [True])
-    assert_same_weights(usual, replayed)
-
-
-def test_a_capacity_that_follows_the_need_stays_in_the_graph(replay):
-    """CAPACITY_AUTO: the factor of each step is a tensor that the replays read."""
-    options = f"{OPTIONS} MODEL.MOE.CAPACITY_AUTO True MODEL.MOE.CAPACITY_FACTOR 1.25"
-    usual, replayed = make_step(0, 1, options), make_step(0, 1, options)
-    usual.replay_from_now_on(Uncaptured(usual.model))
-    replay(replayed)
-    experts = all_sections(load_config("quickstart_digits", options.split())).model.experts
-
-    def results(step: TrainingStep, keeps_steps: bool) -> tuple[list, list]:
-        schedule = RoutingSchedule(experts, step.model, keeps_steps)
-        factors, found = [], []
-        for number in range(10):
-            schedule.apply(0.0, number)
-            factors.append(schedule.current.get("moe/capacity_factor"))
-            result = step.run(batches(10 + number, 1), number)
-            schedule.observe(result.needed_factors)
-            found.append((result, step.graph.replayed))
-        return found, factors
-
-    (expected, right), (found, factors) = results(usual, False), results(replayed, True)
-    assert len(set(factors)) > 2
-    assert factors == right
-    assert [result for result, _ in found] == [result for result, _ in expected]
-    assert [is_replay for _, is_replay in found] == 4 * [False] + 6 * [True]
-
-
 def test_auto_goes_on_without_a_graph_where_a_capture_fails(replay, caplog):
     usual, step = make_step(0, 1, OPTIONS), make_step(0, 1, OPTIONS)
     usual.replay_from_now_on(Uncaptured(usual.model))
@@ -252,16 +206,8 @@ def captures(replay, monkeypatch):
     return decide
 
 
-@pytest.mark.parametrize(
-    ("options", "num_captures"),
-    [
-        ("", 1),
-        ("MODEL.MOE.TOP_K_SCHEDULE 'epoch 0:1 2:2'", 2),
-        ("MODEL.MOE.CAPACITY_AUTO True MODEL.MOE.CAPACITY_FACTOR 1.25", 1),
-    ],
-)
 def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
-    options, num_captures, captures, tmp_path, monkeypatch
+    captures, tmp_path, monkeypatch
 ):
     """Four epochs, each with its validation, whose last batch is smaller."""
     found, steps = {}, []
@@ -269,7 +215,7 @@ def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
     monkeypatch.setattr(StepGraph, "_captured", lambda *inputs: steps.append(1) or capture(*inputs))
     for is_captured in (False, True):
         captures(is_captured)
-        trainer = make_trainer(0, 1, f"MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4 {options}")
+        trainer = make_trainer(0, 1, "MODEL.MOE.KERNELS torch TRAIN.EPOCHS 4")
         results = found[is_captured] = []
         run = trainer.step.run
         trainer.step.run = lambda *inputs, run=run, results=results: (
@@ -282,7 +228,7 @@ def test_20_steps_of_a_run_with_auto_have_the_losses_of_one_without(
         assert (trainer.step.graph is not None and trainer.step.graph.replays) == is_captured
     usual, captured = found.values()
     assert len(usual) == 20
-    assert len(steps) == num_captures
+    assert len(steps) == 1
     # the device clips and updates with other orders of operations
     losses = [torch.tensor([result.loss for result in results]) for results in (usual, captured)]
     torch.testing.assert_close(*losses, **SAME_STEPS)

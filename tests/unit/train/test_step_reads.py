@@ -12,13 +12,3 @@ def test_a_step_reads_once():
     step.run([batch], 0)
     assert count_reads(lambda: step.run([batch], 1)) == ["tolist"]
     assert count_reads(lambda: step.run([batch, batch], 2)) == ["tolist"]
-
-
-def test_automatic_capacity_reads_no_more():
-    counts = []
-    for automatic in (False, True):
-        step = make_step(0, 1, f"MODEL.MOE.CAPACITY_AUTO {automatic}")
-        batch = make_batch(1)
-        step.run([batch], 0)
-        counts.append(count_reads(lambda step=step, batch=batch: step.run([batch, batch], 1)))
-    assert counts[0] == counts[1]

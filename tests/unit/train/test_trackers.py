@@ -15,9 +15,10 @@ from swinv2_moe.ranks.environment import describe_environment
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train import arrival, trackers
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.record import Recorder
+from swinv2_moe.train.record import Recorder, tagged
 from swinv2_moe.train.run import train
-from swinv2_moe.train.trackers import Tracker, check_tracker, tagged
+from swinv2_moe.train.sinks import Event
+from swinv2_moe.train.trackers import Service, check_tracker
 
 LAYER = LAYERS[0]
 
@@ -48,10 +49,10 @@ def wandb(monkeypatch, tmp_path):
 
 @pytest.fixture
 def service(monkeypatch):
-    """`service(failing=("scalars",))`: a service in place of MLflow, which keeps what it was told
-    and raises in the methods named."""
+    """`service(failing="scalars")`: a service in place of MLflow, which keeps what it was told, and
+    raises where an event has these, or in the method of this name."""
 
-    def use(failing=()):
+    def use(failing=""):
         told = []
 
         class Service:
@@ -61,11 +62,16 @@ def service(monkeypatch):
             def __init__(self, directory, run_id, lose):
                 self._tell("__init__", run_id)
 
-            def __getattr__(self, method):
-                return lambda *arguments: self._tell(method, *arguments)
+            def write(self, event):
+                for name in ("config", "scalars", "pictures"):
+                    if getattr(event, name):
+                        self._tell(name, getattr(event, name), event.step)
+
+            def close(self, finished):
+                self._tell("close", finished)
 
             def _tell(self, method, *arguments):
-                if method in failing:
+                if method == failing:
                     raise ConnectionError(f"no answer to {method}\nwhatsoever")
                 told.append((method, *arguments))
 
@@ -82,7 +88,7 @@ def test_credentials_of_a_service_are_not_shown(tmp_path, monkeypatch, capsys):
         def __init__(self, directory, run_id, lose):
             pass
 
-        def scalars(self, values, step):
+        def write(self, event):
             raise ConnectionError(f"proxy 'http://user:secret@proxy' to {self.place} is down")
 
         def close(self, finished):
@@ -204,7 +210,7 @@ def test_without_the_package(name, module, package, tmp_path, make_config, monke
 
 @pytest.mark.parametrize("failing", ["__init__", "config", "scalars", "close"])
 def test_a_service_that_fails_ends_no_run(failing, service, tmp_path, capsys):
-    service([failing])
+    service(failing)
     recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
     recorder.config("SEED: 1")
     for step in (1, 2):
@@ -220,10 +226,10 @@ def test_a_service_that_fails_ends_no_run(failing, service, tmp_path, capsys):
 
 def test_other_records_go_on(service, tmp_path, capsys):
     """After an error, and in the run that goes on."""
-    told = service(["image"])
+    told = service("pictures")
     recorder = Recorder(tmp_path, ALONE, 0, tracker="mlflow")
     recorder.begin({}, 0, steps_per_epoch=5)
-    recorder._picture("routing", np.zeros((4, 4, 3), np.uint8), 1)
+    recorder.write(Event(1, pictures={"routing": np.zeros((4, 4, 3), np.uint8)}))
     recorder.step({"step": 1, "epoch": 1, "loss": torch.tensor(2.0), "moe/entropy": 0.5}, {})
     recorder.close()
     scalars = {"train/loss": 2.0, "moe/entropy": 0.5}
@@ -233,7 +239,7 @@ def test_other_records_go_on(service, tmp_path, capsys):
     recorder.summary({})
     recorder.close()
     assert told == [("__init__", "some-id"), ("close", True)]
-    assert capsys.readouterr().out.count("no answer to image") == 1
+    assert capsys.readouterr().out.count("no answer to pictures") == 1
 
 
 def test_a_server_that_ends_is_one_line(mlflow, tmp_path, monkeypatch, capsys):
@@ -255,7 +261,7 @@ def test_a_damaged_id_is_no_other_run(service, tmp_path):
     for text in ("", "[]", '{"mlflow": 3}', '{"mlflow": "../../x"}'):
         said = []
         file.write_text(text)
-        Tracker(tmp_path, 0, "mlflow", said.append).close(True)
+        Service(tmp_path, "mlflow", said.append).close(True)
         (line,) = said
         assert "TRACKER mlflow: " in line
         assert told == []
@@ -265,7 +271,7 @@ def test_a_damaged_id_is_no_other_run(service, tmp_path):
 def test_ids_of_other_services_are_kept(service, tmp_path):
     service()
     (tmp_path / "tracker.json").write_text('{"wandb": "abc"}')
-    Tracker(tmp_path, 0, "mlflow", print).close(True)
+    Service(tmp_path, "mlflow", print).close(True)
     ids = json.loads((tmp_path / "tracker.json").read_text())
     assert ids == {"wandb": "abc", "mlflow": "some-id"}
 
@@ -279,7 +285,7 @@ def test_only_the_main_rank_tracks(service, tmp_path):
 
 
 def test_no_service_unless_asked_for(tmp_path):
-    Tracker(tmp_path, 0, "", print).close(True)
+    Recorder(tmp_path, ALONE, 0).close()
     assert not (tmp_path / "tracker.json").exists()
     check_tracker("")
 

@@ -100,15 +100,6 @@ def test_an_overflow_begins_the_count_of_good_steps_anew():
     assert scaler.scale == scaler.INITIAL / 2
 
 
-def test_the_needed_capacity_is_the_largest_of_accumulated_batches(make_step, batch):
-    keys = {"MODEL.MOE.CAPACITY_AUTO": True, "MODEL.MOE.GATE_NOISE": 0, "MODEL.DROP_PATH_RATE": 0}
-    equal_images = batch.images[:1].repeat(8, 1, 1, 1)
-    batches = [batch._replace(images=equal_images), batch]
-    alone = [make_step(keys).run([one], 0).needed_factors for one in batches]
-    together = make_step(keys).run(batches, 0).needed_factors
-    assert together == tuple(map(max, zip(*alone, strict=True))) != alone[-1]
-
-
 @pytest.fixture
 def triton_on_cpu(monkeypatch):
     """The forms of Triton take a CPU's tensors, for a GPU that is not here."""

@@ -15,7 +15,6 @@ QUIET |= {"MODEL.MOE.AUX_LOSS_WEIGHT": 0.0, "TRAIN.EPOCHS": 3, "TRAIN.EMA_DECAY"
 BLOCK = "layers.1.blocks.0.mlp"
 REGULARISED = {
     "MODEL.MOE.HIDDEN_DROPOUT": 0.3,
-    "MODEL.MOE.TOP_K_SCHEDULE": "epoch 0:2 2:1",
     "TRAIN.LAYER_DECAY": 0.9,
     "MODEL.MOE.BALANCE": "bias",
 }
@@ -110,7 +109,6 @@ def test_a_run_in_pieces_with_all_regularisation(make_config, tmp_path, read_met
     steps, epochs = read_metrics(tmp_path / "whole")
     assert [line["step"] for line in steps] == list(range(6, 16))
     assert [line["epoch"] for line in epochs] == [2, 3]
-    assert [line["moe/top_k"] for line in steps] == [2] * 5 + [1] * 5
     losses = [line["loss"] for line in read_metrics(tmp_path / "killed")[0]]
     assert losses == [line["loss"] for line in steps]
     assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
@@ -143,7 +141,6 @@ def test_sources_that_do_not_go_on(dense, make_config, tmp_path):
 
 def test_keys_that_contradict(make_config, tmp_path):
     for key, value in (
-        ("MODEL.UPCYCLE_NOISE", 0.1),
         ("MODEL.CLASS_MAP", "new"),
         ("MODEL.CLASS_MAP", "map.txt"),
     ):
