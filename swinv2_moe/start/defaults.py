@@ -408,6 +408,12 @@ def _rounds(share: float) -> Callable[[Situation], tuple[object, str] | None]:
     return choose_rounds
 
 
+def _on_all(situation: Situation) -> tuple[object, str] | None:
+    if not _probes(situation) or not situation.pictures.val_split:
+        return None
+    return True, "the held-out pictures are trained on at the end; --keep-held-out prevents it"
+
+
 def _minutes(situation: Situation) -> tuple[object, str] | None:
     if "TRAIN.EPOCHS" in situation.values:
         return None
@@ -527,6 +533,11 @@ RULES = (
         "TRAIN.BEST_BY",
         "`calibrated` in that case: of few pictures, the loss tells more than the accuracy",
         _if_probed("calibrated", "of few pictures the loss tells more than the accuracy"),
+    ),
+    Rule(
+        "TRAIN.ON_ALL",
+        "with `DATA.VAL_SPLIT`, in that case: the best model's training again, on all pictures",
+        _on_all,
     ),
     Rule("VAL_FREQ", "a fifth of the epochs in that case", _rounds(0.2)),
     Rule("TRAIN.PATIENCE", "three fifths of the epochs in that case", _rounds(0.6)),

@@ -3,7 +3,7 @@
 One rate fits nobody: with the rate at which drawn letters gain most, photographs of flowers lose.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
 
@@ -83,17 +83,30 @@ def _briefly(train: TrainConfig, rates: dict[str, float], epochs: int) -> TrainC
 
 def _loss_after(train: TrainConfig, data: Data, model: MoEModel, world: World) -> float:
     """The log loss of the held-out pictures at its best temperature, after a training."""
-    step = TrainingStep(train, world, model, data.num_classes)
-    accumulation = train.accumulation_steps
-    steps = len(data.train_loader) // accumulation
-    schedule = build_schedule(train, step.optimizer, steps, world.size)
+    step = train_epochs(train, model, data, train.epochs, world)
+    return evaluate(step.deployed, data.val_loader, world, step.autocast).calibrated
+
+
+def train_epochs(
+    config: TrainConfig,
+    model: MoEModel,
+    data: Data,
+    epochs: int,
+    world: World,
+    after_step: Callable[[], None] = lambda: None,
+) -> TrainingStep:
+    """Train the first `epochs` of the configured schedule, without validation and records."""
+    step = TrainingStep(config, world, model, data.num_classes)
+    steps = len(data.train_loader) // config.accumulation_steps
+    schedule = build_schedule(config, step.optimizer, steps, world.size)
     number = 0
-    for epoch in range(train.epochs):
+    for epoch in range(epochs):
         data.set_epoch(epoch)
         step.train()
         batches = iter(data.train_loader)
         for _ in range(steps):
-            step.run([next(batches) for _ in range(accumulation)], number)
+            step.run([next(batches) for _ in range(config.accumulation_steps)], number)
             number += 1
             schedule.step_update(number)
-    return evaluate(step.deployed, data.val_loader, world, step.autocast).calibrated
+            after_step()
+    return step

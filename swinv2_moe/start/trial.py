@@ -111,9 +111,11 @@ def decide_length(
         elapsed: seconds since the program began.
         given: keys that the user has set, which stay as they are.
     """
-    train, decisions = sections.train, []
+    train, decisions, again = sections.train, [], 1.0
+    if train.on_all:  # the same on all pictures, without validations
+        again += 1 / (1 - sections.data.val_split)
     plan = _Plan(train.epochs, train.warmup_epochs, train.max_steps, sections.run.val_freq)
-    left, shorter = 60 * train.minutes - elapsed, plan
+    left, shorter = (60 * train.minutes - elapsed) / again, plan
     if train.minutes and plan.seconds(times, train.probe) > left:
         shorter = plan.within(left, times, given)
     if shorter.epochs != plan.epochs:
@@ -123,7 +125,7 @@ def decide_length(
         epoch = in_words(times.step * times.steps)
         steps = {"TRAIN.MAX_STEPS": shorter.max_steps}
         decisions.append(Decision(steps, f"an epoch takes {epoch}"))
-    return decisions, shorter.seconds(times, train.probe)
+    return decisions, shorter.seconds(times, train.probe) * again
 
 
 class _Plan(NamedTuple):

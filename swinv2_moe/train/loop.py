@@ -150,7 +150,7 @@ class Trainer:
         step = self.step
         started = time.perf_counter()
         accuracy = evaluate(
-            step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
+            step.deployed, self.data.val_loader, self.world, step.autocast, self.check_stop
         )
         self.validation_seconds = time.perf_counter() - started
         self.temperature = accuracy.temperature
@@ -237,6 +237,8 @@ class Trainer:
         beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
         epoch_seconds = time.perf_counter() - self.epoch_started
         expected = sum(self.phases.seconds().values()) + epoch_seconds + beside
+        if self.config.train.on_all:  # the same again, on all pictures
+            expected += epoch * epoch_seconds / (1 - self.config.data.val_split)
         if self.world.agree(expected > 60 * minutes):
             self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
@@ -251,7 +253,7 @@ class Trainer:
         if self.distillation is not None:
             view = self.data.view_of_epoch(progress.epoch)
             with self.phases.phase("data"):
-                self.distillation.prepare(view, recorder, self._check_stop)
+                self.distillation.prepare(view, recorder, self.check_stop)
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
         self.step.train()
         loader = Batches(self.data.train_loader, accumulation, self.phases)
@@ -291,7 +293,7 @@ class Trainer:
         every = self.config.checkpoint.steps
         return bool(every) and self.progress.step % every == 0
 
-    def _check_stop(self) -> None:
+    def check_stop(self) -> None:
         """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
         has failed."""
         self.data.raise_if_staging_failed()

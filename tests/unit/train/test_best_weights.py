@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 
+from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_weights_of, select_checkpoint
 from swinv2_moe.config import all_sections
 from swinv2_moe.data.sources import Subset, load_sources
 from swinv2_moe.errors import UserError
@@ -20,6 +21,7 @@ from swinv2_moe.input_paths import check_training
 from swinv2_moe.models import bundled
 from swinv2_moe.models.hub import fetch_weights
 from swinv2_moe.models.packaged import packaged_weights
+from swinv2_moe.predict.predictor import load_predictor
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import rates, weights
 from swinv2_moe.start.defaults import choose
@@ -27,6 +29,7 @@ from swinv2_moe.start.frozen import pretrained
 from swinv2_moe.start.initial import settings_of_weights
 from swinv2_moe.start.rates import FACTORS, decide_rate
 from swinv2_moe.start.trial import Times
+from swinv2_moe.train.final import all_pictures, train_on_all
 from swinv2_moe.train.run import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -81,6 +84,14 @@ def test_a_training_starts_from_weights_in_the_cache(hub_cache, monkeypatch, tmp
     assert (tmp_path / "run" / "checkpoints" / "best").exists()
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("pictures in cross-validation") >= 2
+    assert "trained on all 20 pictures" in said
+    final, why = select_checkpoint(str(tmp_path / "run"), "final")
+    assert (Path(final).name, why) == (
+        "final",
+        "final: trained on all pictures, also those held out",
+    )
+    [red] = load_predictor(tmp_path / "run").predict(str(tmp_path / "photos" / "red" / "3.png"), 1)
+    assert red.classes[0] == "red"
 
 
 def test_the_packages_own_where_there_is_nothing_better(hub_cache):
@@ -232,3 +243,32 @@ def test_brief_trainings_begin_from_the_same_weights(make_config, tmp_path):
     model = pretrained(sections, sources, ALONE)
     _, lines = decide_rate(sections, sources, model, TIMES, 0.0)
     assert len({line.split(": ")[1] for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_the_last_training_is_on_all_pictures(make_trainer, save, tmp_path, epochs):
+    """As long as the best was trained: of a probe that has won, only the classifier differs."""
+    keys = {"DATA.DATASET": "folder", "DATA.PATH": pictures(tmp_path / "photos")}
+    keys |= {"DATA.VAL_SPLIT": 0.2, "DATA.BATCH_SIZE": 8, "DATA.NUM_WORKERS": 0}
+    trainer = make_trainer(keys)
+    start = {name: value.clone() for name, value in trainer.step.model.state_dict().items()}
+    trainer.progress.best_epoch = epochs
+    root = save(trainer, tmp_path / "checkpoints", is_best=True).parent
+    for _ in range(2):  # a run that was continued does so again
+        [line] = train_on_all(trainer, root)
+    assert "trained on all 20 pictures" in line
+    assert all_pictures(trainer.data).train.targets.tolist().count(0) == 10
+    final = open_checkpoint(root / "final")
+    weights = read_weights_of(final, trainer.step.model)
+    changed = {name for name in start if not torch.equal(weights[name], start[name])}
+    heads = set(trainer.step.model.classifier_names())
+    assert heads <= changed
+    assert (changed == heads) == (epochs == 0)
+    assert (
+        select_checkpoint(str(tmp_path))[1]
+        == "step-00000000: the best in validation and the newest"
+    )
+
+
+def test_pictures_that_are_no_files_are_not_joined(make_trainer):
+    assert all_pictures(make_trainer().data) is None

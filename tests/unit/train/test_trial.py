@@ -4,18 +4,19 @@ free."""
 import mmap
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from swinv2_moe.config import AllSections
+from swinv2_moe.config import AllSections, all_sections
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.environment import peak_memory
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import trial, whole
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.trial import Times, _Plan, free_memory, largest_fitting
+from swinv2_moe.start.trial import Times, _Plan, decide_length, free_memory, largest_fitting
 from swinv2_moe.start.whole import complete
 from swinv2_moe.train.step import TrainingStep
 
@@ -121,6 +122,16 @@ def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     start = completed(config, open_choice(config))
     assert start.sections.data.batch_size == config.DATA.BATCH_SIZE
     assert not any("BATCH_SIZE" in line for line in start.lines)
+
+
+def test_the_last_training_is_a_part_of_the_minutes(make_config, tmp_path):
+    """On five quarters of the pictures: 100 s are 44 s and 55 s."""
+    keys = {"TRAIN.EPOCHS": 999, "TRAIN.MINUTES": 100 / 60, "TRAIN.ON_ALL": True}
+    sections = all_sections(make_config(tmp_path, keys | {"DATA.VAL_SPLIT": 0.0}))
+    sections = replace(sections, data=replace(sections.data, val_split=0.2))
+    [decision], seconds = decide_length(sections, Times(1.0, 0.0, 1), elapsed=0.0)
+    assert decision.values["TRAIN.EPOCHS"] == 44
+    assert seconds == pytest.approx(44 * 2.25)
 
 
 class TeacherOfLetters:
