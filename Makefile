@@ -47,7 +47,7 @@ bench: $(VENV)/.installed-run
 
 # Goes on where an earlier call of the same commit stopped.
 bench-gpu: $(VENV)/.installed-test
-	$(PY) benchmarks/campaign.py --minutes $(or $(MINUTES),9) $(MORE)
+	$(PY) benchmarks/campaign.py $(MORE)
 
 docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

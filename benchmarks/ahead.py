@@ -6,7 +6,6 @@ What it computes is meaningless, and the engine may remember it: a process that 
 not also measure.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -48,11 +47,6 @@ def without_a_gpu(architecture: int) -> None:
     driver.set_active(_Target(GPUTarget("cuda", architecture, 32)))
     backend._triton_obstacle = lambda device: None
     ffn._shared_memory = shared_memory
-
-
-def compile_in_another_process() -> None:
-    """Run this script once more with --compile. If that fails, kernels are compiled at launch."""
-    subprocess.run([sys.executable, *sys.argv, "--compile"], check=False)
 
 
 def compile_works(works: Iterable[Callable[[], object]]) -> int:

@@ -1,7 +1,8 @@
-"""All GPU measurements, in as many calls of a few minutes as they take.
+"""The kit for nine minutes on a GPU, and the other measurements and tests on one.
 
-    python benchmarks/campaign.py --minutes 9      (a GPU; again, until nothing is postponed)
-    python benchmarks/campaign.py --dry-run        (tiny shapes on a CPU)
+    python benchmarks/campaign.py                  (a GPU: the seven parts of the kit, 516 s)
+    python benchmarks/campaign.py --sections tests memcheck    (others; "all": every one)
+    python benchmarks/campaign.py --dry-run        (tiny shapes on a CPU, and what is to be copied)
     python benchmarks/campaign.py --wheels [FOLDER]    (what to carry; FOLDER: download)
     python benchmarks/campaign.py --precompile     (kernels to carry, without a GPU)
 
@@ -11,10 +12,11 @@ time limit. The results are written after each row: a call that is killed loses 
 They lie in --output: $OUT if that is set, else output/campaign. If $OUT is still empty, the call
 goes on from what lies in output/campaign, which was carried there. A section that exceeded its
 limit runs again with more time, at most that of a whole call, and one that failed runs again, both
-after all others.
+after all others. The table of all rows is printed last.
 
 Exit code: 0 if every section ended well, 1 if not, 2 for wrong arguments. Needs no network: the
-packages that are missing or too old come from the folder --packages.
+packages that are missing or too old come from the folder --packages, the sources of peers from
+output/peers.
 """
 
 import argparse
@@ -22,29 +24,28 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from campaign_sections import PRECOMPILED, ROOT, SECTIONS, Section
+from campaign_sections import KIT, PRECOMPILED, ROOT, SECTIONS, Section
 from carried_kernels import ARCHITECTURES, KERNELS, pack, unpack, versions_here, versions_of
-from wheels import CARRIED, WheelError, collect, missing, unpack_missing
+from wheels import CARRIED, PEERS, WheelError, collect, missing, sizes_to_copy, unpack_missing
 
 CARRIED_RESULTS = ROOT / "output" / "campaign"
 PACKAGES = ROOT / "output" / "wheels"
 MOST_MINUTES = 1440  # a day
-RESERVED = 3.0  # seconds reserved for the last report and the end of the last section
+MINUTES = 8.6
+MOST_TO_COPY = 64  # MiB
+RESERVED = 5.0  # seconds reserved for the last report and the end of the last section
 DRY_SECONDS = 30.0  # that a section of a dry run may need
 MORE_TIME = 1.5  # a section that was killed runs again with its earlier limit times this factor
 SHORT = 5.0  # seconds by which the time left may fall short of a whole call
-NO_TESTS = 5  # exit code of pytest
 KEPT_OUTPUT = 12000  # characters that are kept of a section's output, from its end
 
 
@@ -56,10 +57,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call, default 9")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="of this call, default %(default)s"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     parser.add_argument(
-        "--sections", nargs="+", choices=[s.name for s in SECTIONS], help="only these"
+        "--sections",
+        nargs="+",
+        choices=["all", *(s.name for s in SECTIONS)],
+        help="in place of the kit's",
     )
     output = Path(os.environ.get("OUT") or CARRIED_RESULTS)
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER")
@@ -132,17 +138,63 @@ def campaign(args: argparse.Namespace) -> int:
         environment = prepare_packages(args.packages, Path(scratch))
         device = describe_device(args.dry_run, args.commit, environment)
         state = open_state(args.output, args.dry_run, device)
-        if not args.dry_run:
+        if args.dry_run:
+            print_sizes()
+            run_sections(state, args, deadline, environment)
+        else:
             use_carried_kernels(args.output, versions_of(state["environment"]))
-        run_sections(state, args, deadline, environment)
-    chosen = chosen_sections(args)
+            with tutel_being_built(environment):
+                run_sections(state, args, deadline, environment)
+            if KERNELS.exists():
+                pack(args.output, KERNELS, versions_of(state["environment"]))
+    return finish(state, chosen_sections(args), args.output)
+
+
+def finish(state: dict, chosen: list[Section], folder: Path) -> int:
+    """Print what is not done, and the table. Returns the exit code."""
+    from campaign_report import last_table
+
     records = state["sections"]
     unfinished = [section for section in chosen if not is_finished(records.get(section.name))]
-    print(f"{args.output / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
+    print(*last_table(state, chosen), sep="\n")
+    print(f"{folder / 'campaign.md'}; {len(chosen) - len(unfinished)} of {len(chosen)} done")
     for section in unfinished:
         record = records.get(section.name, {"status": "postponed"})
         print(f"not done: {section.name} ({record['status']})")
     return int(bool(unfinished))
+
+
+def print_sizes() -> None:
+    """Print what is to be copied to a machine with a GPU.
+
+    Raises:
+        CampaignError: it is too much.
+    """
+    sizes = sizes_to_copy()
+    total = sum(sizes.values()) / 2**20
+    parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in sizes.items())
+    print(f"to copy: {total:.1f} of {MOST_TO_COPY} MiB ({parts})", flush=True)
+    if total > MOST_TO_COPY:
+        raise CampaignError(f"{total:.1f} MiB are to be copied, at most {MOST_TO_COPY} can be")
+
+
+@contextlib.contextmanager
+def tutel_being_built(environment: dict[str, str]) -> Iterator[None]:
+    """Compile the extension of a Tutel that was carried as sources, beside the sections before the
+    last one, which needs it."""
+    folder = PEERS / "Tutel"
+    if not folder.exists() or any(folder.glob("tutel_custom_kernel*.so")):
+        yield
+        return
+    with (folder / "build.log").open("wb") as log:
+        build = subprocess.Popen(
+            [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=folder, env=environment,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_lead_a_group,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            end_group(build)
 
 
 def use_carried_kernels(folder: Path, versions: dict) -> None:
@@ -183,7 +235,7 @@ def prepare_packages(folder: Path, scratch: Path) -> dict[str, str]:
             f"{', '.join(lacking)}: not installed or too old, and not in {folder}; on a machine"
             " with a network: campaign.py --wheels FOLDER"
         )
-    paths = [str(ROOT), str(target)]
+    paths = [str(ROOT), str(target), *map(str, PEERS.glob("*"))]
     inherited = os.environ.get("PYTHONPATH")
     if inherited:
         paths.append(inherited)
@@ -276,42 +328,19 @@ def collect_interrupted(state: dict, folder: Path) -> None:
         record = state["sections"].get(section.name)
         if record and record["status"] == "running":
             record["status"] = "interrupted"
-            add_results(record, section, folder)
+            add_results(record, folder)
 
 
-def add_results(record: dict, section: Section, folder: Path) -> None:
-    """Add the output, tables and outcomes of tests that lie in `folder` to a section's record.
-    Tables of an earlier run remain where there are no new ones."""
-    log, junit = folder / "running.log", folder / "running.xml"
+def add_results(record: dict, folder: Path) -> None:
+    """Add the output and tables that lie in `folder` to a section's record. Tables of an earlier
+    run remain where there are no new ones."""
+    log = folder / "running.log"
     printed = ""
     if log.exists():
         printed = log.read_text(errors="replace")
     record["printed"] = printed[-KEPT_OUTPUT:]
     with contextlib.suppress(OSError, ValueError, KeyError):
         record["tables"] |= json.loads((folder / "running.json").read_text())["tables"]
-    if section.script.startswith("tests/"):
-        record["tests"] = outcomes_of_file(junit) or outcomes_printed(printed)
-
-
-def outcomes_of_file(file: Path) -> dict[str, int] | None:
-    """Numbers of tests by outcome; None if pytest did not end."""
-    try:
-        suites = xml.etree.ElementTree.parse(file).getroot().iter("testsuite")
-    except (OSError, xml.etree.ElementTree.ParseError):
-        return None
-    counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for suite in suites:
-        for key in counts:
-            counts[key] += int(suite.get(key, 0))
-    return counts
-
-
-def outcomes_printed(text: str) -> dict[str, int]:
-    """The same from the lines of pytest -v, before its summary."""
-    words = {"failures": "FAILED", "errors": "ERROR", "skipped": "SKIPPED"}
-    before = text.partition("\n====")[0]
-    counts = {key: len(re.findall(rf"\b{word}\b", before)) for key, word in words.items()}
-    return {"tests": sum(counts.values()) + len(re.findall(r"\bPASSED\b", before)), **counts}
 
 
 def is_finished(record: dict | None) -> bool:
@@ -331,7 +360,8 @@ def run_sections(
     folder, records = args.output, state["sections"]
     write_report(state, folder)
     whole = deadline - time.monotonic() - SHORT
-    for section in waiting_sections(chosen_sections(args), records):
+    waiting = waiting_sections(chosen_sections(args), records)
+    for section in waiting:
         earlier = records.get(section.name, {})
         left = deadline - time.monotonic()
         needed = seconds_needed(section, earlier, args.dry_run, whole)
@@ -343,6 +373,10 @@ def run_sections(
             print(f"{section.name}: postponed, needs {needed:.0f} of {left:.0f} s", flush=True)
             continue
         limit = min(left, 2 * needed + 30)
+        if section in KIT:  # each part of the kit leaves the later ones their time
+            later = [s for s in waiting if s in KIT and KIT.index(s) > KIT.index(section)]
+            times = (seconds_needed(part, {}, args.dry_run, whole) for part in later)
+            limit = min(limit, max(needed, left - sum(times)))
         print(f"{section.name}: at most {limit:.0f} s", flush=True)
         record = records[section.name] = new_record("running", limit, earlier)
         clear(folder)
@@ -351,13 +385,13 @@ def run_sections(
         print(f"{section.name}: {record['status']}, {record['seconds']:.0f} s", flush=True)
         write_report(state, folder)
         clear(folder)
-        if "compile" in section.name and KERNELS.exists():
-            pack(folder, KERNELS, versions_of(state["environment"]))
     write_report(state, folder)
 
 
 def chosen_sections(args: argparse.Namespace) -> list[Section]:
-    return [s for s in SECTIONS if not args.sections or s.name in args.sections]
+    if not args.sections:
+        return list(KIT)
+    return [s for s in SECTIONS if "all" in args.sections or s.name in args.sections]
 
 
 def waiting_sections(chosen: list[Section], records: dict[str, dict]) -> list[Section]:
@@ -405,18 +439,16 @@ def run_section(
     section: Section, record: dict, folder: Path, is_dry_run: bool, environment: dict[str, str]
 ) -> None:
     """Run one section and add its results to its record, also if it was killed."""
-    command = section.command(is_dry_run, folder / "running.json", folder / "running.xml")
+    command = section.command(is_dry_run, folder / "running.json")
     started = time.monotonic()
     code = run_limited(command, record["limit"], folder / "running.log", environment)
     status = "done"
     if code is None:
         status = "time limit"
-    elif code == NO_TESTS and section.script.startswith("tests/"):
-        status = "skipped: none of its tests runs here"
     elif code != 0:
         status = f"failed, exit code {code}"
     record |= {"status": status, "seconds": time.monotonic() - started, "command": command}
-    add_results(record, section, folder)
+    add_results(record, folder)
 
 
 def run_limited(

@@ -52,7 +52,7 @@ def layers(args) -> Passes:
     for shape, dtype in ((s, d) for s in shapes_of(args.shapes) for d in args.dtypes):
         kernels = "triton" if args.architecture else "auto"
         check = not args.compile
-        case = Case(shape, dtype, args.device, peers=False, check=check, kernels=[kernels])
+        case = Case(shape, dtype, args.device, peers=(), check=check, kernels=[kernels])
         x, names = case.x.detach(), case.in_same_dtype()
         if args.architecture:
             names = list(case.layers)

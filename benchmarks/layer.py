@@ -5,11 +5,12 @@
     python benchmarks/layer.py --shapes 4608x512x8 --dtypes float32 --rounds 15
     python benchmarks/layer.py --kernels avx2 avx512 torch --same-dtype
     python benchmarks/layer.py --device cuda       (the shapes of SwinV2-B's stages 3 and 4)
+    python benchmarks/layer.py --peers compiled ScatterMoE Tutel    (one after the other)
 
 A shape is TxMxE[xK[xH]]: tokens, model dim, experts, top-k (1) and hidden dim (4 M), which for the
 dense network is K times that. 2048x2048x2x2x2048: the layer of Microsoft's blog post on Tutel with
 a sixteenth of its tokens. narrow: the blocks of the model that the README recommends, with its 32
-fine experts and with 8 experts. --gated: gated experts beside a dense SwiGLU, no peers. bfloat16:
+fine experts and with 8 experts. bfloat16:
 autocast over fp32 weights, for the peers too; every ratio is to the dense network in float32 on a
 CPU, and in the same dtype on a GPU or with --same-dtype. Each output, and each gradient of the
 input, is first compared with the reference in fp64: what is wrong is named and not timed. Tokens of
@@ -26,6 +27,7 @@ product in the same rounds.
 
 import argparse
 import gc
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -35,13 +37,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from peers import BUILT_IN, SwiGLU, libraries, routed
+from peers import BUILT_IN, COMPILED, LIBRARIES, libraries, routed
 from results_file import Table, keep, publish
 from timing import CALLS_NOTE, timed
 from torch import Tensor, nn
 
 from moe_core import KERNELS, MoEConfig, MoELayer, prepared
-from moe_core.activations import hidden_layer
 from moe_core.routing import gate_scores
 from swinv2_moe.measure.rounds import capture, matrix_product
 from swinv2_moe.measure.spread import Times, median_and_spread, ratios
@@ -102,14 +103,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
+    peers = parser.add_mutually_exclusive_group()
+    peers.add_argument(
         "--no-peers", action="store_true", help="the layer and the dense network alone"
+    )
+    names = [*BUILT_IN, COMPILED, *LIBRARIES]
+    peers.add_argument(
+        "--peers", nargs="+", choices=names, help="these, each alone beside the layer and dense"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="in place of benchmarks/results/"
-    )
-    parser.add_argument(
-        "--gated", action="store_true", help="gated experts with SiLU, and a dense SwiGLU"
     )
     parser.add_argument(
         "--peak", action="store_true", help="the share of a large matrix product's rate, too"
@@ -134,10 +137,9 @@ class Case:
         shape: Shape,
         dtype: str,
         device: str,
-        peers: bool,
+        peers: Sequence[str],  # names of `peers.py`
         peak: bool = False,  # also time a large matrix product
         kernels: Sequence[str] = ("auto",),
-        gated: bool = False,
         check: bool = True,  # compare results with the reference first
     ) -> None:
         tokens, model_dim, num_experts, self.top_k, hidden_dim = completed(shape)
@@ -150,18 +152,13 @@ class Case:
             top_k=self.top_k,
             capacity_factor=0.0,
             kernels=kernels[0],
-            gated=gated,
-            activation="silu" if gated else "gelu",
         )
         self.layer = MoELayer(config).to(device)
         self.layers: dict[str, MoELayer] = {}
         self._add_layers(kernels)
         hidden = self.top_k * config.hidden_dim  # the same FLOPs as in the MoE layer
-        if gated:
-            dense: nn.Module = SwiGLU(model_dim, hidden)
-        else:
-            layers = nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
-            dense = nn.Sequential(*layers)
+        layers = nn.Linear(model_dim, hidden), nn.GELU(), nn.Linear(hidden, model_dim)
+        dense = nn.Sequential(*layers)
         dense = dense.to(device)
         self.x = torch.randn(tokens, model_dim, device=device).requires_grad_()
         self.grad = torch.randn_like(self.x)
@@ -175,8 +172,7 @@ class Case:
             name: partial(_output, layer) for name, layer in self.layers.items()
         }
         self.left_out: dict[str, str] = {}
-        if peers:
-            self._add_peers()
+        self._add_peers(peers)
         if check:
             self._leave_out_what_is_wrong()
         if dtype == "bfloat16":
@@ -186,6 +182,12 @@ class Case:
             self.alternatives["dense, bfloat16" if device == "cpu" else "dense"] = (
                 self._under_autocast(dense)
             )
+        if COMPILED in peers:
+            compiled = torch.compile(dense)
+            name = f"dense, {COMPILED}"
+            self.alternatives[name] = compiled
+            if dtype == "bfloat16":
+                self.alternatives[name] = self._under_autocast(compiled)
         if dtype == "float32" or device == "cpu":
             self.alternatives[FLOOR[device] if device == "cpu" else "dense"] = dense
 
@@ -198,18 +200,16 @@ class Case:
         for other in kernels[1:]:
             self.layers[f"{LAYER}, {other}"] = self._with_the_same_weights(kernels=other)
 
-    def _add_peers(self) -> None:
-        tokens = len(self.x)
-        if tokens > EINSUM_TOKENS:
-            size = f"{4e-9 * tokens**2:.1f} GB or more"
+    def _add_peers(self, names: Sequence[str]) -> None:
+        built_in = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
+        if EINSUM in built_in and len(self.x) > EINSUM_TOKENS:
+            del built_in[EINSUM]
+            size = f"{4e-9 * len(self.x) ** 2:.1f} GB or more"
             masks = f"its fp32 masks [T, E, C] take {size}"
             self.left_out[EINSUM] = f"above {EINSUM_TOKENS:,} tokens: {masks}"
-        self.alternatives |= {
-            name: partial(peer, self.layer)
-            for name, peer in BUILT_IN.items()
-            if name not in self.left_out
-        }
-        peers, unavailable = libraries(self.layer, self.device)
+        for name, peer in built_in.items():
+            self.alternatives[name] = partial(peer, self.layer)
+        peers, unavailable = libraries(self.layer, self.device, names)
         self.left_out |= unavailable
         self.alternatives |= {name: peer for name, (peer, _) in peers.items()}
         self.modules += [module for _, module in peers.values()]
@@ -266,10 +266,7 @@ class Case:
         for i in range(self.layer.config.num_experts):
             token, k = (ids == i).nonzero(as_tuple=True)
             w = e.parameters_by_field.map(lambda parameter: parameter[i].detach().double())  # noqa: B023
-            z, u = x[token] @ w.w1.t() + w.b1, None
-            if w.w3 is not None:
-                u = x[token] @ w.w3.t() + w.b3
-            out = hidden_layer(self.layer.config.activation, z, u) @ w.w2 + w.b2
+            out = F.gelu(x[token] @ w.w1.t() + w.b1) @ w.w2 + w.b2
             y = y.index_add(0, token, out * gates[token, k].unsqueeze(1))
         return y.detach(), *torch.autograd.grad(y, x, self.grad.double()), is_clear
 
@@ -331,8 +328,7 @@ class Case:
     def flops(self) -> int:
         """FLOPs of the experts' products in a forward pass."""
         config = self.layer.config
-        macs_of_row = config.num_expert_weights * config.model_dim * config.hidden_dim
-        return 2 * len(self.x) * self.top_k * macs_of_row
+        return 4 * len(self.x) * self.top_k * config.model_dim * config.hidden_dim
 
 
 def completed(shape: Shape) -> Shape:
@@ -369,16 +365,14 @@ class Results:
     def measure(self, case: Case, shape: Shape, dtype: str) -> None:
         label = f"{'x'.join(map(str, shape))}, {dtype}"
         head = {"shape": shape, "dtype": dtype}
-        self.left_out |= case.left_out
         measured = case.times(self.args.rounds)
         floor = FLOOR[self.args.device]
         if self.args.same_dtype and self.args.device == "cpu":
             floor = f"dense, {dtype}"
         self._add(case, label, head | {"timing": "many calls"}, measured, floor)
-        if EINSUM in case.left_out:
-            reason = f"not measured: {case.left_out[EINSUM]}"
-            self._add_row([label, EINSUM, reason, "", "", "", ""])
-        if self.args.device == "cuda":
+        for name, reason in case.left_out.items():
+            self._add_row([label, name, f"not measured: {reason}", "", "", "", ""])
+        if self.args.device == "cuda" and not self.args.peers:
             try:
                 replayed = case.times_of_graphs(self.args.rounds)
             except RuntimeError as error:  # the capture failed; the times above are valid
@@ -433,36 +427,26 @@ class Results:
             columns.append("of a matrix product's rate: f; f + b")
         notes = [CALLS_NOTE]
         for name, reason in self.left_out.items():
-            if name == EINSUM:
-                continue  # depends on the shape; the table has a row with the reason
             notes.append(f"{name} is not measured. {reason}")
         command = shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]])
-        title = "One MoE layer"
-        if self.args.gated:
-            title = "One MoE layer of gated experts"
-        return Table(title, command, columns, self.rows, notes, self.data)
+        return Table("One MoE layer", command, columns, self.rows, notes, self.data)
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     results = Results(args)
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            peers = not args.no_peers and not args.gated
-            case = Case(
-                shape,
-                dtype,
-                args.device,
-                peers,
-                peak=args.peak,
-                kernels=args.kernels,
-                gated=args.gated,
-            )
-            results.measure(case, shape, dtype)
-            keep(results.table(), args.device, args.output)
-            del case
-            gc.collect()
+    groups: list[list[str]] = [[*BUILT_IN, *LIBRARIES]]
+    if args.peers:
+        groups = [[name] for name in args.peers]
+    if args.no_peers:
+        groups = [[]]
+    for shape, dtype, peers in itertools.product(args.shapes, args.dtypes, groups):
+        case = Case(shape, dtype, args.device, peers, args.peak, args.kernels)
+        results.measure(case, shape, dtype)
+        keep(results.table(), args.device, args.output)
+        del case
+        gc.collect()
     publish(results.table(), args.device, args.output)
 
 

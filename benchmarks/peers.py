@@ -10,7 +10,7 @@ implementations are dropless. In fp32 their gate values are MoELayer's.
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +22,6 @@ from moe_core.ops import DispatchPlan, make_plan
 from moe_core.routing import gate_scores
 
 Peer = Callable[[Tensor], Tensor]
-
-
-class SwiGLU(nn.Module):
-    """The dense network with the structure of a gated expert."""
-
-    def __init__(self, model_dim: int, hidden_dim: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(model_dim, hidden_dim)
-        self.up = nn.Linear(model_dim, hidden_dim)
-        self.down = nn.Linear(hidden_dim, model_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def routed(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,28 +176,6 @@ def deepspeed(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     return lambda x: model(x, None), model  # None: no token is masked
 
 
-def megablocks(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
-    config, e = layer.config, layer.experts
-    if device.type != "cuda":
-        raise RuntimeError("its kernels take a CUDA device")
-    arguments = importlib.import_module("megablocks.layers.arguments").Arguments(
-        hidden_size=config.model_dim,
-        ffn_hidden_size=config.hidden_dim,
-        moe_num_experts=config.num_experts,
-        moe_top_k=config.top_k,
-        mlp_impl="grouped",
-        bias=False,
-        fp16=False,
-        bf16=True,
-        device=device,
-    )
-    model = importlib.import_module("megablocks.layers.dmoe").dMoE(arguments)
-    _fill(model.router.layer.weight, layer.router.weight)
-    _fill(model.experts.mlp.w1, e.w1.flatten(0, 1))
-    _fill(model.experts.mlp.w2, e.w2.flatten(0, 1))
-    return lambda x: model(x.unsqueeze(1))[0].squeeze(1), model
-
-
 def scattermoe(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     config, e = layer.config, layer.experts
     if device.type != "cuda":
@@ -225,30 +190,24 @@ def scattermoe(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
     return lambda x: model(x, *routed(layer, x)), model
 
 
-def fairscale(layer: MoELayer, device: torch.device) -> tuple[Peer, nn.Module]:
-    importlib.import_module("fairscale.nn")
-    raise RuntimeError(
-        "its one gate takes two experts and drops tokens above 2 T / E: another function"
-    )
-
-
 BUILT_IN = {"einsum (GShard)": by_einsum, "loop": by_loop, "grouped_mm": by_grouped_mm}
+COMPILED = "compiled"  # the dense network by torch.compile
 LIBRARIES = {
-    "Tutel": tutel,
     "DeepSpeed": deepspeed,
-    "fairscale": fairscale,
-    "MegaBlocks": megablocks,
     "ScatterMoE": scattermoe,
+    "Tutel": tutel,
 }
 
 
 def libraries(
-    layer: MoELayer, device: torch.device
+    layer: MoELayer, device: torch.device, names: Sequence[str]
 ) -> tuple[dict[str, tuple[Peer, nn.Module]], dict[str, str]]:
-    """The libraries' layers with the weights of `layer`, and for each other library the reason why
-    it is missing."""
+    """The layers of the named libraries with the weights of `layer`, and for each one that is
+    missing the reason."""
     peers, unavailable = {}, {}
     for name, adapter in LIBRARIES.items():
+        if name not in names:
+            continue
         try:
             peers[name] = adapter(layer, device)
         except Exception as error:  # any error of a library; the table continues without it

@@ -1,5 +1,5 @@
-"""Packages for a machine without a network: wheels are collected elsewhere and unpacked on that
-machine.
+"""Packages and sources for a machine without a network: they are collected elsewhere, and wheels
+are unpacked on that machine.
 
 This module needs only the standard library, since it runs before the packages are available.
 """
@@ -7,6 +7,7 @@ This module needs only the standard library, since it runs before the packages a
 import importlib
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -32,6 +33,13 @@ CARRIED = (
     "safetensors",
     "psutil",
 )
+OPTIONAL = ("apache-tvm-ffi",)  # loads QuACK's kernels; without its dependency, which torch brings
+PEERS = ROOT / "output" / "peers"
+SOURCES = {  # of peers without wheels
+    "Tutel": "https://github.com/microsoft/Tutel",
+    "scattermoe": "https://github.com/shawntan/scattermoe",
+}
+TO_COPY = ("output/wheels", "output/quack", "output/peers", "output/campaign")
 PYTHON = "3.12"
 PLATFORMS = (
     "manylinux_2_28_x86_64",
@@ -46,7 +54,8 @@ class WheelError(Exception):
 
 
 def collect(folder: Path) -> None:
-    """Download the wheels of CARRIED and of their dependencies. Needs a network.
+    """Download the wheels of CARRIED with their dependencies, and the sources of peers. Needs a
+    network. A source that cannot be had is named; the peer's row is then missing.
 
     Raises:
         WheelError: pip could not download all wheels.
@@ -57,9 +66,28 @@ def collect(folder: Path) -> None:
         command += ["--platform", platform]
     command += ["--constraint", str(CONSTRAINTS), "--dest", str(folder)]
     with_needs = [name for name in CARRIED if name not in ALONE]
-    for names in (with_needs, ["--no-deps", *ALONE]):
+    for names in (with_needs, ["--no-deps", *ALONE, *OPTIONAL]):
         if subprocess.run([*command, *names]).returncode != 0:
             raise WheelError(f"--wheels {folder}: pip download failed, its message is above")
+    for name, address in SOURCES.items():
+        if (PEERS / name).exists():
+            continue
+        clone = ["git", "clone", "--quiet", "--depth", "1", address, str(PEERS / name)]
+        if subprocess.run(clone).returncode != 0:
+            print(f"{name}: no sources from {address}; its row will be missing", flush=True)
+        shutil.rmtree(PEERS / name / ".git", ignore_errors=True)
+
+
+def sizes_to_copy() -> dict[str, int]:
+    """Bytes of the checkout, without what git ignores, and of the folders to carry with it."""
+    git = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, capture_output=True, check=False).stdout.decode().split("\0")
+    files = {"the checkout": [ROOT / name for name in listed if name]}
+    files |= {name: sorted((ROOT / name).rglob("*")) for name in TO_COPY}
+    return {
+        name: sum(file.lstat().st_size for file in found if file.is_file())
+        for name, found in files.items()
+    }
 
 
 def unpack_missing(folder: Path, target: Path) -> list[str]:

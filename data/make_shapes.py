@@ -181,7 +181,7 @@ def _texture(rng: np.random.Generator, width: int, height: int, colour: np.ndarr
 
 
 def main() -> None:
-    parser = CommandParser(description=__doc__)
+    parser = CommandParser(prog="swinv2-moe make-shapes", description=__doc__)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new or empty")
     default = Options()
     parser.add_setting("--train", default.train, "images")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swinv2_moe.convert.summary import Summary
 
 # kinds of files
-IMPORTS = ("swin-moe", "tutel", "single", "dense")
+IMPORTS = ("swin-moe", "tutel", "single", "dense", "vmoe")
 EXPORTS = ("swin-moe", "tutel", "single", "hub")
 DTYPES = ("float32", "bfloat16", "int8")
 _MAX_NAMES_BYTES = 1 << 26
@@ -49,15 +49,19 @@ def parse() -> argparse.Namespace:
     command.add_argument(
         "kind",
         choices=IMPORTS,
-        help="single: a file of `export single`; dense: weights to be upcycled",
+        help="single: a file of `export single`; dense: weights to be upcycled; vmoe: V-MoE's",
     )
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="the file; for files of several ranks, X.pth for X.pth.rank0, ..., or x-{rank}.pth",
+        help="the file; for files of several ranks, X.pth for X.pth.rank0, ..., or x-{rank}.pth;"
+        " for vmoe X for X.index and its shards",
     )
     command.add_argument(
-        "--cfg", metavar="FILE", help="configuration of the model; a single file contains it"
+        "--cfg",
+        metavar="FILE",
+        help="configuration of the model; a single file contains it, and that of vmoe follows from"
+        " its tensors",
     )
     add_opts_argument(command)
     command.add_argument(
@@ -116,7 +120,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--newer: is for swin-moe, not for {args.kind}")
     if args.command == "export" and args.dtype != DTYPES[0] and args.kind != "single":
         raise UserError(f"--dtype {args.dtype}: is for single, not for {args.kind}")
-    if args.command == "import" and args.opts and not args.cfg:
+    if args.command == "import" and args.cfg and args.kind == "vmoe":
+        raise UserError(f"--cfg {args.cfg}: the sizes of vmoe are those of its tensors; see --opts")
+    if args.command == "import" and args.opts and not args.cfg and args.kind != "vmoe":
         raise UserError("--opts: needs --cfg")
 
 
@@ -240,7 +246,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.command == "import":
         names = class_names(args.class_names)
         output = Path(args.output)
-        notes = import_weights(args.kind, Path(args.source), output, config, names)
+        notes = import_weights(args.kind, Path(args.source), output, config, names, args.opts)
         print_lines(
             *notes,
             *written([output]),

@@ -10,7 +10,6 @@ The model is not compiled; COMPILE is ignored.
 """
 
 import argparse
-from pathlib import Path
 
 from swinv2_moe.commands.options import (
     CommandParser,
@@ -21,9 +20,7 @@ from swinv2_moe.commands.options import (
     print_unreadable,
     write_results,
 )
-from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_data, check_run
-from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
 
 EXTREMES = 5  # with many classes, the table shows this number of the worst and of the best classes
@@ -47,24 +44,11 @@ def parse() -> argparse.Namespace:
         type=float,
         default=[],
         metavar="F",
-        help="also measure accuracy and speed at these capacity factors; with --output, a figure of"
-        " that name with .png",
+        help="also measure accuracy and speed at these capacity factors",
     )
     args = parser.parse_args()
     check_output_file(args.output)
-    if args.sweep and args.output:
-        check_output_file(figure_of(args))
-        if args.output == str(figure_of(args)):
-            raise UserError(
-                f"--output {args.output}: the sweep's figure gets this name, the results need"
-                " another"
-            )
     return args
-
-
-def figure_of(args: argparse.Namespace) -> Path:
-    """The path of the sweep's figure, next to the results."""
-    return Path(args.output).with_suffix(".png")
 
 
 def show(results: dict) -> None:
@@ -138,7 +122,7 @@ def main() -> None:
     check_run(args.resume)
     check_data(args.data)
     from swinv2_moe.checkpoints.checkpoint import select_checkpoint
-    from swinv2_moe.measure.accuracy import RoutingOptions, draw_sweep, evaluate_checkpoint
+    from swinv2_moe.measure.accuracy import RoutingOptions, evaluate_checkpoint
 
     routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
     resume, selected = select_checkpoint(args.resume, args.checkpoint)
@@ -148,6 +132,3 @@ def main() -> None:
     results["selected"] = selected
     show(results)
     write_results(args.output, results)
-    if args.sweep and args.output:
-        draw_sweep(results, figure_of(args))
-        print_lines(f"figure: {figure_of(args)}")

@@ -106,11 +106,11 @@ def main() -> None:
     check_run(args.resume)
     check_data(args.data)
     from swinv2_moe.checkpoints.checkpoint import select_checkpoint
-    from swinv2_moe.export import Choices, default_format, export_model
+    from swinv2_moe.export import ExportOptions, default_format, export_model
     from swinv2_moe.measure.rounds import interleaved
 
     formats = tuple(args.format or [default_format(args.dtype)])
-    choices = Choices(formats, args.dtype, args.batch_size, args.capacity_factor, args.images)
+    choices = ExportOptions(formats, args.dtype, args.batch_size, args.capacity_factor, args.images)
     if not args.format and formats == ("torch",):
         print_lines(
             "--format torch: the packages of ONNX, the default, are not installed"

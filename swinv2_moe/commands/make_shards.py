@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 def make(args: argparse.Namespace) -> dict:
     from swinv2_moe.config import as_opts, data_config, load_config
-    from swinv2_moe.data.prepare.make_shards import Options, make_shards
+    from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
     from swinv2_moe.data.sources import load_sources
 
     keys = {
@@ -79,7 +79,7 @@ def make(args: argparse.Namespace) -> dict:
         "MODEL.NUM_CLASSES": args.num_classes,
     }
     config = load_config(opts=as_opts(keys), data=args.data)
-    options = Options(args.seed, args.shard_mb, args.short_side, args.check, args.max_pixels)
+    options = ShardOptions(args.seed, args.shard_mb, args.short_side, args.check, args.max_pixels)
     return make_shards(load_sources(data_config(config)), args.output, options, args.workers)
 
 

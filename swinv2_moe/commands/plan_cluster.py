@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from swinv2_moe.commands.options import (
-    CommandParser,
-    add_opts_argument,
-    check_output_file,
-)
+from swinv2_moe.commands.options import CommandParser, add_opts_argument
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import Console, number_table
 
@@ -36,12 +32,8 @@ if TYPE_CHECKING:
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument(
-        "--nodes", type=int, required=True, help="nodes of your cluster; its row is marked with *"
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=int, required=True, help="the same in every row of the table"
-    )
+    parser.add_argument("--nodes", type=int, help="nodes of your cluster; its row is marked with *")
+    parser.add_argument("--gpus-per-node", type=int, help="the same in every row of the table")
     parser.add_argument("first", nargs="?", help=argparse.SUPPRESS)  # RUN has left, as --run
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
@@ -62,29 +54,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
     )
-    parser.add_argument("--output", metavar="PNG", help="also draw a figure, into this file")
+    parser.add_argument("--output", help=argparse.SUPPRESS)  # has left
     args = parser.parse_args()
     if run := args.first or args.run:
         raise UserError(
             f"RUN {run}: the time of a run has left; --cfg {run}/config.yaml predicts a step, and"
             " the run's summary.json has the number of steps"
         )
-    if args.cfg is None:
-        parser.error("the following arguments are required: --cfg")
+    if args.output is not None:
+        raise UserError(f"--output {args.output}: the figure has left; the table has its numbers")
+    needed = {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node, "--cfg": args.cfg}
+    if missing := [name for name, value in needed.items() if value is None]:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
     for name in ("nodes", "gpus_per_node", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
-    if args.output is not None:
-        if not Path(args.output).suffix and not os.path.isdir(args.output):
-            args.output += ".png"
-        elif Path(args.output).suffix != ".png":
-            raise UserError(f"--output {args.output}: must be a file that ends in .png")
-        check_output_file(args.output)
     return args
 
 
-def table_of(plan: list[cluster.Prediction], machine: Machine, user_gpus: int) -> Table:
+def table_of(plan: list[cluster.StepPrediction], machine: Machine, user_gpus: int) -> Table:
     """The predictions, with the user's cluster in bold."""
     columns = ["GPUs", "nodes", "step, ms", "images/s", "all-to-all"]
     table = number_table(
@@ -101,7 +90,7 @@ def table_of(plan: list[cluster.Prediction], machine: Machine, user_gpus: int) -
     return table
 
 
-def cells_of(row: cluster.Prediction, machine: Machine, user_gpus: int) -> list[str]:
+def cells_of(row: cluster.StepPrediction, machine: Machine, user_gpus: int) -> list[str]:
     gpus = f"{row.gpus:,}"
     if row.gpus == user_gpus:
         gpus = f"* {gpus}"
@@ -129,14 +118,14 @@ def plan_steps(
     batch_size, where = args.batch_size or config.DATA.BATCH_SIZE, "per GPU"
     if config.DATA.GLOBAL_BATCH_SIZE and not args.batch_size:
         batch_size, where = config.DATA.GLOBAL_BATCH_SIZE, "per step over all GPUs"
-    model = cluster.describe(model_config(config))
+    model = cluster.count_model(model_config(config))
     user_gpus = args.nodes * args.gpus_per_node
     plan, notes = [], []
     for gpus in cluster.scales(args.gpus_per_node, user_gpus):
         try:
             per_gpu = args.batch_size or resolve_batch_size(config, gpus).DATA.BATCH_SIZE
             plan.append(
-                cluster.predict(model, training, machine, gpus, args.gpus_per_node, per_gpu)
+                cluster.predict_step(model, training, machine, gpus, args.gpus_per_node, per_gpu)
             )
         except (UserError, ValueError) as error:
             notes.append(f"{gpus:,} GPUs left out: {error}")
@@ -146,14 +135,10 @@ def plan_steps(
         f"{Path(args.cfg).stem} on {machine.name}, {args.gpus_per_node} GPUs a node,"
         f" {batch_size} images {where}"
     )
-    if args.output is not None:
-        cluster.draw(plan, user_gpus, title, Path(args.output))
     console.print(f"{title}; predicted (docs/explanation/planner.md)")
     console.print(table_of(plan, machine, user_gpus))
     for note in notes:
         console.print(note)
-    if args.output is not None:
-        console.print(f"figure: {args.output}")
 
 
 def main() -> None:

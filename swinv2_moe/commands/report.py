@@ -26,7 +26,7 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:
-    from swinv2_moe.measure.report_validation import Validation
+    from swinv2_moe.measure.report_validation import ReportValidation
     from swinv2_moe.measure.run_record import RunRecord
 
 WATCH = 30  # seconds between two updates of the page
@@ -71,7 +71,7 @@ def main() -> None:
     if args.compare:
         directories.append(Path(args.compare))
     output = Path(args.output or directories[0] / "report.html")
-    validations: dict[tuple[str, str], Validation] = {}
+    validations: dict[tuple[str, str], ReportValidation] = {}
     runs = read_begun(directories, wait=args.watch > 0)
     while not write_report(runs, output, validations, args):
         time.sleep(args.watch)
@@ -98,7 +98,7 @@ def read_begun(directories: list[Path], wait: bool) -> list[RunRecord]:
 def write_report(
     runs: list[RunRecord],
     output: Path,
-    validations: dict[tuple[str, str], Validation],
+    validations: dict[tuple[str, str], ReportValidation],
     args: argparse.Namespace,
 ) -> bool:
     """Write the page.

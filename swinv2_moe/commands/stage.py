@@ -19,13 +19,13 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.output import print_lines
 
 if TYPE_CHECKING:  # it imports torch
-    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 
 _TIMEOUT = 86_400  # in seconds; a node may have to compare the checksums of many existing files
 
 
 @contextmanager
-def open_exchange() -> Iterator["Exchange | None"]:
+def open_exchange() -> Iterator["ShardExchange | None"]:
     """The exchange among the nodes that torchrun started; None without torchrun."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield None
@@ -36,11 +36,11 @@ def open_exchange() -> Iterator["Exchange | None"]:
             f"--nproc-per-node is {per_node}, it must be 1: stage has one process on each node"
         )
     from moe_core.parallel import Ranks
-    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.data.prepare.shard_exchange import ShardExchange
     from swinv2_moe.ranks.world import open_world
 
     with open_world("cpu", _TIMEOUT) as world:
-        yield Exchange(Ranks(world.group, f"node {world.rank} of {world.size}"))
+        yield ShardExchange(Ranks(world.group, f"node {world.rank} of {world.size}"))
 
 
 def main() -> None:

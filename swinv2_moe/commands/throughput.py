@@ -1,6 +1,6 @@
 """Measure images/s of a configuration's model and of the same model without experts.
 
-All run in interleaved rounds. Prints tables and writes throughput.csv and throughput.png.
+All run in interleaved rounds. Prints tables and writes throughput.csv.
 
     swinv2-moe throughput --cfg quickstart_digits --output output/throughput \\
         --batch-sizes 1 64
@@ -26,22 +26,20 @@ from swinv2_moe.commands.options import (
     add_opts_argument,
     output_directory,
 )
-from swinv2_moe.measure.configurations import DTYPES, PASSES, SWITCH, Options, combinations
+from swinv2_moe.measure.configurations import DTYPES, PASSES, SWITCH, SpeedOptions, combinations
 from swinv2_moe.measure.spread import latencies, median_and_spread
 from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.measure.throughput import Row, Side
 
-DEFAULT = Options()
+DEFAULT = SpeedOptions()
 
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_config_argument(parser)
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="for throughput.csv and throughput.png"
-    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="for throughput.csv")
     parser.add_argument(
         "--mode", nargs="+", default=DEFAULT.mode, metavar="MODE", help=_choices(PASSES)
     )
@@ -141,7 +139,7 @@ def _digits(value: float) -> int:
 
 def main() -> None:
     args = parse()
-    options = Options(
+    options = SpeedOptions(
         tuple(args.mode),
         tuple(args.batch_sizes),
         tuple(args.dtypes),
@@ -167,6 +165,5 @@ def main() -> None:
         console.print(summary(row))
         console.print(speed_table(row))
     if rows:  # only on the main rank
-        throughput.draw(rows, title, output / "throughput.png")
         console.print(cost_table(rows))
-        console.print(f"{output}/throughput.csv, throughput.png")
+        console.print(f"{output}/throughput.csv")

@@ -4,7 +4,7 @@ Everything is checked before a file is written.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 import torch
@@ -40,6 +40,9 @@ from swinv2_moe.convert.files import (
     write_files,
 )
 from swinv2_moe.convert.hub import export_hub, timm_preprocessing
+from swinv2_moe.convert.vmoe import from_vmoe, vmoe_config
+from swinv2_moe.convert.vmoe_files import read_vmoe
+from swinv2_moe.data.classes import imagenet_names
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import MoEModel, build_model, load_dense, model_arguments
 from swinv2_moe.models.build import classifier_weight
@@ -96,15 +99,18 @@ def import_weights(
     output: Path,
     config: CfgNode | None = None,
     class_names: list[str] | None = None,
+    opts: Sequence[str] = (),
 ) -> list[str]:
     """Write the checkpoint directory `output` from a file of weights, or from files of ranks.
 
     Args:
         kind: one of IMPORTS.
-        source: for swin-moe and tutel, see `find_sources`.
-        config: configuration of the model; None: the configuration in the single file.
+        source: for swin-moe and tutel, see `find_sources`; for vmoe, see `read_vmoe`.
+        config: configuration of the model; None: the configuration in the single file, or that of
+            the tensors of vmoe.
         class_names: names in the order of the classifier's outputs; None: the names in the file, if
             any.
+        opts: for vmoe, KEY VALUE pairs of the configuration.
 
     Returns:
         messages about what the dense weights were trained with (`take_over`).
@@ -124,6 +130,13 @@ def import_weights(
         tensors = read_weights(source)
         model = _meta_model(section, _num_classes(tensors, section, class_names, source))
         check_windows(model, trained_windows(single), str(source))
+    elif kind == "vmoe":
+        found = read_vmoe(source)
+        config = vmoe_config(found, source, opts)
+        section, tensors = model_config(config), from_vmoe(found, source)
+        num_classes = _num_classes(tensors, section, class_names, source)
+        class_names = class_names or imagenet_names(num_classes)
+        model = _meta_model(section, num_classes)
     elif config is None:
         raise UserError(f"import {kind}: needs --cfg")
     elif kind == "dense":

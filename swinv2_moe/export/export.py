@@ -50,7 +50,7 @@ Timer = Callable[[dict[str, Callable[[], object]]], Mapping[str, Sequence[float]
 
 
 @dataclass(frozen=True)
-class Choices:
+class ExportOptions:
     """Options of an export.
 
     Raises:
@@ -90,7 +90,7 @@ class Choices:
 def export_model(
     resume: str,
     output: Path,
-    choices: Choices = Choices(),
+    choices: ExportOptions = ExportOptions(),
     data: str | None = None,
     dataset: str | None = None,
     opts: Sequence[str] = (),
@@ -151,7 +151,7 @@ class _Task:
     kind: str
     model: MoEModel
     device: torch.device
-    choices: Choices
+    choices: ExportOptions
     batches: Batches
     directory: Path
 
@@ -206,7 +206,7 @@ def check_agreement(kind: str, dtype: str, comparison: Comparison) -> None:
         )
 
 
-def _with_batch_size(experts: ExpertsConfig, choices: Choices) -> Choices:
+def _with_batch_size(experts: ExpertsConfig, choices: ExportOptions) -> ExportOptions:
     """The choices with a number as batch size.
 
     Raises:
@@ -239,7 +239,7 @@ def _with_batch_size(experts: ExpertsConfig, choices: Choices) -> Choices:
 
 
 def _batches(
-    deployed: Deployed, choices: Choices, is_chosen: bool
+    deployed: Deployed, choices: ExportOptions, is_chosen: bool
 ) -> tuple[Batches, dict[str, str | None]]:
     """The batches of the comparison, and entries of model.json about them.
 
@@ -262,7 +262,7 @@ def _batches(
     return validation_batches(data, sources.val, choices.images, batch_size), facts
 
 
-def _facts(deployed: Deployed, class_names: list[str], choices: Choices) -> dict:
+def _facts(deployed: Deployed, class_names: list[str], choices: ExportOptions) -> dict:
     """Entries of model.json about input, output, preprocessing and checkpoint."""
     data, experts = deployed.data, deployed.model_config.experts
     batch = choices.batch_size or None

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,14 +38,10 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.measure.rounds import interleaved, machine
 from swinv2_moe.measure.spread import quartiles, ratios
 from swinv2_moe.models import MoEMlp
-from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.ranks.agreement import check_same_data
 from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.evaluation import Predictions, predict
-
-if TYPE_CHECKING:  # importing matplotlib takes half a second
-    from matplotlib.axes import Axes
 
 BINS = 15
 ROUNDS, WARMUP = 20, 2  # of timing
@@ -174,7 +169,7 @@ def evaluate_checkpoint(
     return results
 
 
-def measure(predictions: Predictions, class_names: Sequence[str]) -> dict:
+def accuracy_of(predictions: Predictions, class_names: Sequence[str]) -> dict:
     """Accuracy, mean confidence and calibration in percent, and the mean cross-entropy.
 
     `balanced_accuracy` and `macro_f1` are means over classes, in which each class counts the same:
@@ -270,48 +265,6 @@ def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
     return np.digitize(confidence, np.arange(1, bins) / bins, right=True)
 
 
-def draw_sweep(results: dict, path: Path) -> None:
-    """A PNG of the sweep in `evaluate_checkpoint`'s results: top-1 against images/s.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    figure = new_figure(9, 5)
-    axes = figure.subplots()
-    rows = sorted(
-        results["sweep"],
-        key=lambda row: (row["top1"], row["images_per_second"]["median"]),
-        reverse=True,
-    )
-    colours = [COLOURS[row["capacity_factor"] == results["capacity_factor"]] for row in rows]
-    for row, colour in zip(rows, colours, strict=True):
-        speed, (low, high) = row["images_per_second"].values()
-        errors = [[speed - low], [high - speed]]
-        axes.errorbar(speed, row["top1"], xerr=errors, fmt="o", capsize=3, color=colour)
-    _label_points(axes, rows, colours)
-    model = f"{results['num_experts']} experts, K = {results['top_k']}"
-    axes.set_title(f"{results['checkpoint']}, {model}", loc="left")
-    rounds = f"median and quartiles of {results['rounds']} rounds"
-    axes.set_xlabel(f"images/s, {rounds}\n{results['machine']}")
-    axes.set_ylabel("top-1, %")
-    tidy(axes)
-    save_png(figure, path)
-
-
-def _label_points(axes: "Axes", rows: list[dict], colours: list[str]) -> None:
-    """Label the points in a column on the right, sorted from the top, since points may overlap."""
-    bottom, top = axes.get_ylim()
-    height = math.inf  # height of the label above
-    style: dict[str, Any] = {"va": "center", "fontsize": 9, "zorder": 0}
-    style["textcoords"] = ("axes fraction", "data")
-    style["arrowprops"] = {"arrowstyle": "-", "color": COLOURS[5], "relpos": (0, 0.5)}
-    for row, colour in zip(rows, colours, strict=True):
-        height = min(row["top1"], height - 0.05 * (top - bottom))
-        label = f"f = {row['capacity_factor']:g}, {row['dropped_share']:.1%} dropped"
-        point = row["images_per_second"]["median"], row["top1"]
-        axes.annotate(label, point, (1.02, height), color=colour, **style)
-
-
 def _capacity_order(factor: float) -> float:
     """Sort key: by capacity, unlimited (0) last."""
     return abs(factor) or math.inf
@@ -330,7 +283,7 @@ class _Pass(NamedTuple):
     by_layer: dict[str, float]
 
     def measured(self, class_names: Sequence[str]) -> dict:
-        return measure(self.predictions, class_names) | {"dropped_share": self.dropped_share}
+        return accuracy_of(self.predictions, class_names) | {"dropped_share": self.dropped_share}
 
 
 @dataclass(frozen=True)

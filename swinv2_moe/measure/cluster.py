@@ -36,7 +36,6 @@ from swinv2_moe.files import read_json, write_json
 from swinv2_moe.forms import NON_NEGATIVE_NUMBER, POSITIVE_NUMBER, form, or_null, record
 from swinv2_moe.models.build import build_model, count
 from swinv2_moe.models.section import ModelConfig
-from swinv2_moe.plots import new_figure, save_png, tidy
 from swinv2_moe.ranks.world import open_world
 from swinv2_moe.train.section import TrainConfig
 
@@ -50,15 +49,6 @@ STATE_BYTES = 16  # per parameter: the fp32 value, its gradient and AdamW's two 
 UPDATE_BYTES = 28  # per parameter: a step reads all four and writes three
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 _NOTHING = cost_model.LayerTime(0, 0, 0, 0, 0, 0)
-_COLOURS = {
-    "trunk": "#4c72b0",
-    "experts": "#55a868",
-    "routing, dispatch": "#a1c9a8",
-    "all-to-all": "#c44e52",
-    "weight gather": "#dd8452",
-    "gradient all-reduce": "#8172b3",
-    "optimiser": "#937860",
-}
 _MAX_BYTES = 1 << 16
 _MAX_NAME = 80  # characters
 _NAME = form(
@@ -107,7 +97,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """One row of the plan."""
 
     gpus: int
@@ -127,7 +117,7 @@ class Prediction:
         return self.parts["all-to-all"] / self.step
 
 
-def describe(config: ModelConfig) -> Model:
+def count_model(config: ModelConfig) -> Model:
     """Count the configured model on the meta device, which needs no memory and takes a few
     seconds."""
     classes = config.num_classes or ASSUMED_CLASSES
@@ -242,7 +232,7 @@ def scales(gpus_per_node: int, gpus: int) -> list[int]:
     return sorted(sizes)
 
 
-def predict(
+def predict_step(
     model: Model,
     config: TrainConfig,
     machine: Machine,
@@ -250,7 +240,7 @@ def predict(
     gpus_per_node: int,
     batch_size: int,
     strategy: ParallelStrategy | None = None,
-) -> Prediction:
+) -> StepPrediction:
     """Predict one optimiser step with `batch_size` images per GPU and forward pass.
 
     Args:
@@ -312,7 +302,7 @@ def predict(
         memory += 4 * model.trunk_parameters  # DistributedDataParallel's buckets
     memory += model.kept * batch_size * size + _strategy_bytes(shapes, group, strategy)
     nodes, images = math.ceil(gpus / gpus_per_node), repeats * batch_size * gpus
-    return Prediction(gpus, nodes, strategy, parts, images, memory)
+    return StepPrediction(gpus, nodes, strategy, parts, images, memory)
 
 
 def _trunk_seconds(
@@ -481,55 +471,3 @@ def load_profile(path: str | Path) -> Machine:
 
 def _link(content: dict[str, float]) -> Link:
     return Link(content["latency"], content["bandwidth"], content.get("delay", 0.0))
-
-
-# The figure: step time by part, and the shares of communication
-
-
-def draw(plan: Sequence[Prediction], user_gpus: int, title: str, path: Path) -> None:
-    """Write a PNG: step time by part as stacked bars, and the shares of communication.
-
-    The column of `user_gpus` is marked.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    figure = new_figure(11, 7.5)
-    bars, shares = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
-    labels = [f"{row.gpus:,}\n{_short(row.strategy)}" for row in plan]
-    _stack(bars, plan, labels)
-    bars.set_title(title, loc="left")
-    for name, marker in (("all-to-all", "o"), ("weight gather", "s")):
-        percent = [100 * row.parts[name] / row.step for row in plan]
-        shares.plot(labels, percent, color=_COLOURS[name], marker=marker, label=name)
-    shares.set_ylabel("% of the step")
-    shares.set_ylim(bottom=0)
-    shares.set_xlabel("GPUs; best r, pipeline degree and all-to-all (grey: your cluster)")
-    counts = [row.gpus for row in plan]
-    for axes in (bars, shares):
-        if user_gpus in counts:
-            column = counts.index(user_gpus)
-            axes.axvspan(column - 0.5, column + 0.5, color="0.9", zorder=0)
-        tidy(axes)
-    save_png(figure, path)
-
-
-def _stack(axes, plan: Sequence[Prediction], labels: list[str]) -> None:
-    tops = [0.0] * len(plan)
-    for name, colour in _COLOURS.items():
-        heights = [1e3 * row.parts[name] for row in plan]
-        drawn = axes.bar(labels, heights, bottom=tops, label=name, color=colour, width=0.72)
-        tops = [top + height for top, height in zip(tops, heights, strict=True)]
-    labels = [f"{top:,.0f}" if top >= 100 else f"{top:.3g}" for top in tops]
-    axes.bar_label(drawn, labels, padding=2, fontsize=9)
-    axes.set_ylabel("one step, ms")
-    axes.set_ylim(0, 1.3 * max(tops))
-    axes.legend(ncols=4, frameon=False, loc="upper left")
-
-
-def _short(strategy: ParallelStrategy | None) -> str:
-    if strategy is None:
-        return "-\n"
-    if strategy.r == 0:
-        return "r=0\n"
-    return f"r={strategy.r} d={strategy.pipeline_degree}\n{strategy.all_to_all}"

@@ -56,7 +56,7 @@ _DECIDED_BY = {
 
 
 @dataclass(frozen=True)
-class Options:
+class SpeedOptions:
     """Options of a measurement: all combinations of the first five fields are measured. Without
     capacity factors, the configured one is used.
 
@@ -108,7 +108,7 @@ class Combination(NamedTuple):
 Plan = list[tuple[Combination, CfgNode, CfgNode]]
 
 
-def combinations(file: str | Path, opts: Sequence[str], options: Options) -> Plan:
+def combinations(file: str | Path, opts: Sequence[str], options: SpeedOptions) -> Plan:
     """Every combination, with the configurations of the model with experts and of the dense one.
 
     Raises:

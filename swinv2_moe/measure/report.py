@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from swinv2_moe.config import default_config, flatten, model_config
 from swinv2_moe.measure.curves import draw_curves
-from swinv2_moe.measure.report_validation import Validation
+from swinv2_moe.measure.report_validation import ReportValidation
 from swinv2_moe.measure.run_entries import NUMBER, fits
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
@@ -19,7 +19,9 @@ from swinv2_moe.output import printable
 from swinv2_moe.tables import in_words
 
 
-def render(runs: Sequence[RunRecord], validations: Sequence[Validation], refresh: int = 0) -> str:
+def render(
+    runs: Sequence[RunRecord], validations: Sequence[ReportValidation], refresh: int = 0
+) -> str:
     """The page of one or two runs.
 
     Args:
@@ -54,7 +56,7 @@ def _shown(value: object) -> object:
     return printable(value, keep="\n")
 
 
-def _section(run: RunRecord, validation: Validation) -> dict:
+def _section(run: RunRecord, validation: ReportValidation) -> dict:
     """The page's values for one run."""
     return {
         "name": run.name,

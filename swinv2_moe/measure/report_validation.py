@@ -21,7 +21,7 @@ from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import ImageDataset, Sample, UnreadableImages
 from swinv2_moe.data.sources import Source, Subset, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.accuracy import measure
+from swinv2_moe.measure.accuracy import accuracy_of
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.evaluation import Predictions, predict
@@ -88,7 +88,7 @@ class MatrixRow(NamedTuple):
     elsewhere: int
 
 
-class Validation(NamedTuple):
+class ReportValidation(NamedTuple):
     """Predictions of a run's checkpoint. If there are none, only `problem` is set.
 
     `problem`: the reason why there are no predictions, or a warning about them.
@@ -110,7 +110,7 @@ def validate(
     data: str | None = None,
     opts: Sequence[str] = (),
     limit: int = 0,
-) -> Validation:
+) -> ReportValidation:
     """Predict validation images, with the configured capacity of evaluation.
 
     Args:
@@ -123,10 +123,10 @@ def validate(
         with open_deployed(resume, data, None, opts) as deployed:
             return _validate(deployed, why, limit)
     except UserError as error:
-        return Validation(problem=f"No predictions: {error}")
+        return ReportValidation(problem=f"No predictions: {error}")
 
 
-def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
+def _validate(deployed: Deployed, why: str, limit: int) -> ReportValidation:
     data = deployed.data
     sources, renamed = deployed.aligned(load_sources(data, validation_only=True))
     start = "warning: "
@@ -140,14 +140,14 @@ def _validate(deployed: Deployed, why: str, limit: int) -> Validation:
     model = deployed.model(len(names))
     predictions = _predict(deployed, model, source)
     if not len(predictions.targets):
-        return Validation(problem="No predictions: no validation image can be read.")
-    measured = measure(predictions, names)
+        return ReportValidation(problem="No predictions: no validation image can be read.")
+    measured = accuracy_of(predictions, names)
     all_mistakes = mistakes(predictions)
     samples, routing = _samples(deployed, model, source, names)
     about = f"{why or deployed.source.directory.name}. {len(predictions.targets):,} images"
     if source is not sources.val:
         about += f" of {len(sources.val):,}, evenly spaced (--images 0: all)"
-    return Validation(
+    return ReportValidation(
         problem="; ".join(warnings),
         about=f"{about}.",
         facts=_facts(measured),

@@ -34,7 +34,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from yacs.config import CfgNode
@@ -65,7 +65,6 @@ from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
 from swinv2_moe.models.build import configured_strategy
 from swinv2_moe.models.section import ModelConfig, count_moe_layers
 from swinv2_moe.output import csv_text
-from swinv2_moe.plots import COLOURS, new_figure, save_png, tidy
 from swinv2_moe.ranks.agreement import check_same_start
 from swinv2_moe.ranks.parallelize import local_part
 from swinv2_moe.ranks.precision import build_autocast
@@ -73,9 +72,6 @@ from swinv2_moe.ranks.world import World, expert_group, open_world, seed_everyth
 from swinv2_moe.train.graph import STEPS_BEFORE, check_device
 from swinv2_moe.train.record import dropped_share
 from swinv2_moe.train.step import TrainingStep
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 ASSUMED_CLASSES = 1000  # if the data determine the number of classes
 
@@ -362,7 +358,7 @@ def _routing(model: MoEModel) -> tuple[float, float]:
     )
 
 
-# The report: lines for a terminal, a CSV file and a figure
+# The report: lines for a terminal, and a CSV file
 
 
 def headline(plan: Plan, ranks: int) -> str:
@@ -395,7 +391,7 @@ def protocol(row: Row, warmup: int) -> list[str]:
     ]
 
 
-def record(row: Row) -> dict[str, object]:
+def columns_of(row: Row) -> dict[str, object]:
     """A row as flat columns: all figures, and the milliseconds of each round."""
     columns: dict[str, object] = {"run": row.product.run, **row.combination._asdict()}
     columns |= {"ranks": row.ranks, "rounds": len(row.product)}
@@ -430,76 +426,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Raises:
     UserError: the file cannot be written.
     """
-    records = [record(row) for row in rows]
+    records = [columns_of(row) for row in rows]
     text = csv_text([list(records[0])] + [list(values.values()) for values in records])
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
-
-
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write a PNG with a panel for each mode: images/s of both models with quartiles, and their
-    ratio.
-
-    Raises:
-        UserError: a file that cannot be written.
-    """
-    by_mode = {mode: [row for row in rows if row.combination.mode == mode] for mode in PASSES}
-    by_mode = {mode: mode_rows for mode, mode_rows in by_mode.items() if mode_rows}
-    widths = [len(mode_rows) for mode_rows in by_mode.values()]
-    figure = new_figure(max(6.0, 1.1 * len(rows) + 2), 4.6)
-    panels = figure.subplots(1, len(by_mode), width_ratios=widths, squeeze=False)[0]
-    for axes, (mode, mode_rows) in zip(panels, by_mode.items(), strict=True):
-        _bars(axes, mode_rows)
-        axes.set_title(mode, fontsize=10)
-    panels[0].set_ylabel("images/s; in bold: experts / dense")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    figure.suptitle(title, fontsize=10)
-    save_png(figure, path)
-
-
-def _bars(axes: "Axes", rows: Sequence[Row]) -> None:
-    tops = [0.0] * len(rows)
-    for offset, name, label, colour in (
-        (-0.2, "moe", "experts", COLOURS[0]),
-        (0.2, "dense", "dense", COLOURS[5]),
-    ):
-        spreads = [quartiles(row.images_per_second(getattr(row, name))) for row in rows]
-        middles = [middle for _, middle, _ in spreads]
-        errors = [
-            [middle - low for low, middle, _ in spreads],
-            [high - middle for _, middle, high in spreads],
-        ]
-        places = [i + offset for i in range(len(rows))]
-        bars = axes.bar(
-            places, middles, 0.38, yerr=errors, color=colour, label=label, error_kw={"linewidth": 1}
-        )
-        axes.bar_label(
-            bars, [f"{middle:.3g}" for middle in middles], label_type="center", fontsize=7
-        )
-        tops = [max(top, high) for top, (_, _, high) in zip(tops, spreads, strict=True)]
-    for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
-        ratio = f"{statistics.median(row.ratio()):.2f}"
-        axes.annotate(
-            ratio,
-            (i, top),
-            (0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            weight="bold",
-        )
-    axes.set_xticks(range(len(rows)), [_label(row.combination) for row in rows], fontsize=8)
-    axes.set_xlim(-0.6, len(rows) - 0.4)
-    axes.set_ylim(0, 1.1 * max(tops))
-    tidy(axes)
-
-
-def _label(combination: Combination) -> str:
-    compiled = ""
-    if combination.compile == "on":
-        compiled = "\ncompiled"
-    capacity = f"f = {combination.capacity_factor:g}"
-    return f"batch {combination.batch_size}\n{combination.dtype}\n{capacity}{compiled}"

@@ -10,7 +10,7 @@ _PHASES = ("staging", "start", "data", "training", "validation", "saving", "othe
 _COLOUR = dict(zip(_PHASES, (*COLOURS, "#888888"), strict=True))
 
 
-class Part(NamedTuple):
+class Phase(NamedTuple):
     """One phase of a bar: its share of the width in percent, and its row of the table."""
 
     name: str
@@ -23,7 +23,7 @@ class TimeAccount(NamedTuple):
     """A bar and the table below it."""
 
     note: str
-    parts: list[Part]
+    parts: list[Phase]
 
 
 def time_account(run: RunRecord) -> TimeAccount | None:
@@ -40,7 +40,7 @@ def time_account(run: RunRecord) -> TimeAccount | None:
     for name in _PHASES:
         if phases.get(name):
             seconds = f"{phases[name]:,.1f} s"
-            parts.append(Part(name, _COLOUR[name], 100 * phases[name] / total, seconds))
+            parts.append(Phase(name, _COLOUR[name], 100 * phases[name] / total, seconds))
     accounted = 1 - phases.get("other", 0) / total
     note = f"{total:,.1f} s in all parts of the run, {accounted:.1%} of it accounted for"
     return TimeAccount(note + _to_solution(summary), parts)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.models.ffn import Block, Form, as_expert, find_blocks, form_of, stages_of
+from swinv2_moe.models.ffn import Block, FFNForm, as_expert, find_blocks, form_of, stages_of
 from swinv2_moe.models.moe_mlp import MoEMlp
 from swinv2_moe.models.protocol import (
     MoEModel,
@@ -187,7 +187,7 @@ def _by_number_or_name(found: list[Block], entry: object) -> Block:
 
 def _config(
     block: Block,
-    form: Form,
+    form: FFNForm,
     num_experts: int,
     given: Mapping[str, Any],
     upcycle: bool,

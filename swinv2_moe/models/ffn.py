@@ -45,7 +45,7 @@ class Block(NamedTuple):
     ffn: nn.Module  # a MoEMlp if it has experts
 
 
-class Form(NamedTuple):
+class FFNForm(NamedTuple):
     """What an FFN computes, in the terms of MoEConfig, and how its tensors lie."""
 
     model_dim: int
@@ -94,7 +94,7 @@ def stages_of(blocks: list[Block]) -> list[list[Block]]:
     return list(stages.values())
 
 
-def form_of(block: Block) -> Form:
+def form_of(block: Block) -> FFNForm:
     """What the FFN of a block computes.
 
     Raises:
@@ -127,7 +127,7 @@ def form_of(block: Block) -> Form:
     bias, output_bias = first.bias is not None, second.bias is not None
     if output_bias and not bias:
         raise ValueError(f"{where} is a {kind} with a bias in fc2 alone, which experts do not have")
-    return Form(
+    return FFNForm(
         model_dim,
         second.weight.shape[1],
         _activation(ffn, where),
@@ -146,7 +146,7 @@ def as_expert(tensors: Mapping[str, Tensor], gate_last: bool | None) -> dict[str
 
     Args:
         tensors: by the name in the FFN, such as "fc1.weight" [H, M] or [H, M, 1, 1].
-        gate_last: as in `Form`.
+        gate_last: as in `FFNForm`.
 
     Returns:
         By the name in `moe_core.ExpertWeights`, of one expert: w1 and w3 [H, M], w2 [H, M], b1 and

@@ -7,6 +7,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from swinv2_moe.errors import UserError, one_line
@@ -53,7 +54,8 @@ def timm_model(
 
     Args:
         name: timm's, with or without the tag of weights.
-        args: arguments of timm's model, "patch_size=4 embed_dim=64".
+        args: arguments of timm's model, "patch_size=4 embed_dim=64". With `representation_size` a
+            ViT has a PreLogits, as V-MoE.
         img_size: used by models whose size is fixed when they are built; None: timm's.
         moe_blocks: per stage, the blocks (from 0) whose FFN becomes a mixture of experts. Empty:
             the last two.
@@ -77,7 +79,10 @@ def timm_model(
     if described.get("fixed_input_size") and img_size is not None:
         arguments["img_size"] = img_size
     arguments |= parse_arguments(args)
+    representation_size = arguments.pop("representation_size", None)
     model: Any = as_moe_model(_create(name, arguments), TimmModel)
+    if representation_size is not None:
+        _add_pre_logits(model, name, representation_size)
     placement = ("device", "dtype")
     model.created_from = (name, {k: arguments[k] for k in arguments if k not in placement})
     if num_classes and not model.classifier_names():
@@ -103,11 +108,12 @@ class TimmModel(AdaptedModel):
     def convert_dense(self, tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         """As MoEModel: timm loads the tensors into a dense model, by its rules for the model."""
         name, arguments = self.created_from
-        experts = {key: tensor for key, tensor in tensors.items() if ".moe." in key}
-        ffns = tuple({f"{key.partition('.moe.')[0]}." for key in experts})
-        if experts:  # timm loads the rest, with other weights in the place of the experts
+        ffns = tuple({f"{key.partition('.moe.')[0]}." for key in tensors if ".moe." in key})
+        own = tuple(f"{key}." for key, module in self.named_modules() if type(module) is PreLogits)
+        kept = {key: tensors[key] for key in tensors if ".moe." in key or key.startswith(own)}
+        if kept:  # timm loads the rest, with other weights in the place of the experts
             others = _create(name, dict(arguments)).state_dict().items()
-            tensors = {key: tensor for key, tensor in tensors.items() if key not in experts}
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in kept}
             tensors |= {key: tensor for key, tensor in others if key.startswith(ffns)}
         described = timm_description(name)
         names = self.classifier_names()
@@ -129,8 +135,33 @@ class TimmModel(AdaptedModel):
                 reason = one_line(str(error))[:_MAX_REASON]
                 continue
             found = dense.state_dict()
-            return {key: found[key] for key in found if not key.startswith(ffns)} | experts
+            return {key: found[key] for key in found if not key.startswith(ffns)} | kept
         raise UserError(f"{source} does not fit {name}: {reason}; nothing was loaded")
+
+
+class PreLogits(nn.Sequential):
+    """Features [B, M] -> tanh(fc(features)) [B, M], between a ViT's pooling and its classifier.
+
+    Source: arXiv 2010.11929, section 3.1; the argument `representation_size` of V-MoE and of
+    earlier versions of timm.
+    """
+
+    def __init__(self, dim: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.add_module("fc", nn.Linear(dim, dim, device=device, dtype=dtype))
+        self.add_module("act", nn.Tanh())
+
+
+def _add_pre_logits(model: nn.Module, name: str, size: object) -> None:
+    """Raises UserError: the model is no ViT, or of another width."""
+    if not isinstance(model, VisionTransformer) or not isinstance(model.fc_norm, nn.Identity):
+        raise UserError(f"MODEL.ARGS representation_size={size}: {name} is no ViT of class tokens")
+    if size != model.embed_dim:
+        raise UserError(
+            f"MODEL.ARGS representation_size={size}: must be the width of {name}, {model.embed_dim}"
+        )
+    like = model.norm.weight
+    model.fc_norm = PreLogits(model.embed_dim, like.device, like.dtype)
 
 
 def classifiers(name: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Load weights into a model: weights that match exactly, dense weights into a model with experts,
 and a classifier into a model with other classes."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from moe_core import ExpertShard, MoELayer, moe_layers
@@ -252,6 +254,25 @@ def upcycle_layer(layer: MoELayer, expert: Mapping[str, Tensor]) -> None:
         layer.experts.get_parameter(name).copy_(_to_experts(tensor, layer.shard))
 
 
+def _resampled(
+    tensors: dict[str, Tensor], expected: dict[str, Tensor], patch_embed: object
+) -> dict[str, Tensor]:
+    """With position embeddings [1, N, M] of the model's number of patches, as timm resamples them,
+    where a checkpoint has those of another one."""
+    positions, target = tensors.get("pos_embed"), expected.get("pos_embed")
+    grid = getattr(patch_embed, "grid_size", None)
+    if positions is None or target is None or grid is None or positions.ndim != 3:
+        return tensors
+    if positions.shape == target.shape or positions.shape[2:] != target.shape[2:]:
+        return tensors
+    prefix = target.shape[1] - math.prod(grid)
+    patches = positions.shape[1] - prefix
+    if prefix < 0 or patches < 1 or math.isqrt(patches) ** 2 != patches:
+        return tensors  # the comparison of shapes names them
+    resampled = resample_abs_pos_embed(positions, list(grid), num_prefix_tokens=prefix)
+    return tensors | {"pos_embed": resampled}
+
+
 def fit_head(
     tensors: dict[str, Tensor],
     model: MoEModel,
@@ -259,9 +280,10 @@ def fit_head(
     rows: Sequence[int] | None = None,
     num_names: int = 0,
 ) -> dict[str, Tensor]:
-    """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say.
+    """Replace the head of pretrained `tensors` as MODEL.CLASS_MAP or `rows` say, and resample a
+    ViT's position embeddings for images of another size.
 
-    Without either the tensors are returned unchanged.
+    Without any of these the tensors are returned unchanged.
 
     Args:
         model: the source of the rows that the pretrained head does not have.
@@ -273,6 +295,7 @@ def fit_head(
         UserError: the class map or the names do not match the model or the weights.
     """
     names, expected = model.classifier_names(), model.state_dict()
+    tensors = _resampled(tensors, expected, getattr(model, "patch_embed", None))
     if config.class_map == "new":
         return tensors | {name: expected[name] for name in names}
     has_map = config.class_map or rows is not None

@@ -30,7 +30,7 @@ from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_record
 from swinv2_moe.data.copies import contradictions, digest, first_equal
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.images import is_of_the_machine, read_header
-from swinv2_moe.data.prepare.shard_exchange import Exchange
+from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.shards import FAILED, ShardedImages, ShardFile, load_shards
@@ -220,7 +220,7 @@ def _stager_of_node(source: str, target: str, world: World) -> Stager | None:
         group = dist.new_group(first_ranks, _TIMEOUT, "gloo")
         if local_rank == 0:
             node = first_ranks.index(world.rank)
-            exchange = Exchange(Ranks(group, f"node {node} of {len(first_ranks)}"))
+            exchange = ShardExchange(Ranks(group, f"node {node} of {len(first_ranks)}"))
     if local_rank > 0:
         return None
     return Stager(source, target, trust=True, exchange=exchange)

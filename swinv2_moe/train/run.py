@@ -2,6 +2,7 @@
 and closed."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,10 @@ from swinv2_moe.train.trackers import check_tracker
 # waiting time for a current save when the run fails; if all ranks are well, it takes much less
 _LAST_SAVE_SECONDS = 60
 
+PlaceData = Callable[
+    [Data, Distillation | None, AllSections, World], tuple[Data, Distillation | None]
+]
+
 
 def train(
     config: CfgNode,
@@ -53,6 +58,7 @@ def train(
     began: float | None = None,
     check_images: bool = False,
     choice: Choice | None = None,
+    place_data: PlaceData | None = None,
 ) -> dict | None:
     """Train, or continue to train, the configured model in the run directory `config.OUTPUT`.
 
@@ -65,6 +71,7 @@ def train(
         check_images: read every image before the first step and list those that cannot be read.
         choice: whose configuration this is. A new run tries what it leaves open: the size of the
             image (`choose_size`), the batch and the epochs (`decide_by_trial`).
+        place_data: replaces the loaders, and the teacher's outputs, by others of the same images.
 
     Returns:
         The summary; None if the run was told to stop before its end.
@@ -90,6 +97,8 @@ def train(
         sections, source = start.sections, start.source
         opened = _open_data(sections, world, source, start.teacher, stack, check_images)
         data, staging, distillation = opened
+        if place_data is not None:
+            data, distillation = place_data(data, distillation, sections, world)
         size = measure_model(sections.model, data.num_classes)
         seed_everything(sections.run.seed)  # the same weights on any number of ranks
         group = expert_group(sections.model.experts, world)
@@ -199,8 +208,8 @@ def _check_not_finished_elsewhere(trainer: Trainer, source: Checkpoint | None, r
 def _open_recorder(
     root: Path, trainer: Trainer, first_lines: list[str], stack: ExitStack
 ) -> Recorder:
-    run, step = trainer.config.run, trainer.progress.step
-    recorder = Recorder(root, trainer.world, step, run.tracker)
+    tracker, step = trainer.config.run.tracker, trainer.progress.step
+    recorder = Recorder(root, trainer.world, step, tracker)
     stack.enter_context(closing(recorder))
     stack.enter_context(recorder.engine_log())
     if not trainer.progress.finished:  # a finished run keeps its configuration and its summary

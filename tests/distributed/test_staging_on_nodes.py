@@ -18,7 +18,7 @@ from swinv2_moe import tables
 from swinv2_moe.commands import run
 from swinv2_moe.data.prepare import shard_exchange
 from swinv2_moe.data.prepare.make_shards import Options, make_shards
-from swinv2_moe.data.prepare.shard_exchange import Exchange
+from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped, stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, Sources
@@ -37,10 +37,10 @@ def made(tmp_path, monkeypatch) -> Path:
     return tmp_path / "shards"
 
 
-def exchange_of(rank: int) -> Exchange:
+def exchange_of(rank: int) -> ShardExchange:
     shard_exchange._CHUNK = CHUNK
     tables.TransferBar.start = lambda self: None
-    return Exchange(Ranks(dist.group.WORLD, f"node {rank} of {dist.get_world_size()}"))
+    return ShardExchange(Ranks(dist.group.WORLD, f"node {rank} of {dist.get_world_size()}"))
 
 
 def content(root: Path) -> dict[str, bytes]:

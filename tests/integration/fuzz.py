@@ -35,7 +35,7 @@ from swinv2_moe.checkpoints.checkpoint import find_checkpoint, read_weights_of
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.convert.convert import export_weights, import_weights
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import load_sources
@@ -246,7 +246,7 @@ def shards(work: Path, count: int, rng: random.Random) -> Iterator[Case]:
     good, source, target = work / "good", work / "source", work / "target"
     secret = work / "secret"
     config = load_config(QUICKSTART, SMALL.split())
-    make_shards(load_sources(data_config(config)), str(good), Options(shard_mb=0.1), workers=1)
+    make_shards(load_sources(data_config(config)), str(good), ShardOptions(shard_mb=0.1), workers=1)
     index = json.loads((good / "index.json").read_text())
     files = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file())
 

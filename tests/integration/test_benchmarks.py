@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import layer
@@ -28,15 +29,13 @@ SMALLER = (
 )
 ARGUMENTS = {
     "layer": "--shapes 48x32x4x2x24 --rounds 2",
-    "tuning experts": "--device cpu --shapes 70x16x4x2 --rounds 1",
-    "tuning attention": "--device cpu --shapes 4x16x1x16 --rounds 1",
-    "ceilings": "--device cpu --rounds 2",
+    "products": "--device cpu --shapes 70x64x6x2 --rounds 1",
+    "products --check": "--device cpu --shapes 70x64x6x2",
     "kernels layer": "--device cpu --shapes 64x16x4x2 --rounds 2",
     "memory": "--size 32 --measure 4096",
     "alltoall": "--ranks 2 --ranks-per-node 1 --rounds 1 --algorithms linear 2dh channels",
     "model": f"{NETWORK} {SMALLER}",
     "kernels network": f"{NETWORK} --passes 1 {SMALLER}",
-    "model --timm": f"{NETWORK} {SMALLER}",
     "model --graph": f"{NETWORK} {SMALLER}",
 }
 
@@ -79,7 +78,7 @@ def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(scri
         assert " | ".join(table["rows"][0]) in text
 
 
-@pytest.mark.parametrize("script", ["alltoall", "ceilings", "kernels", "memory", "model", "tuning"])
+@pytest.mark.parametrize("script", ["alltoall", "kernels", "memory", "model", "products"])
 def test_a_script_finds_what_it_imports(script):
     """The slow tests run these."""
     pytest.importorskip("triton")
@@ -99,15 +98,15 @@ def test_plans_of_the_network_need_the_common_options_alone():
 @pytest.mark.timeout(120)
 def test_tables_of_several_scripts_share_a_file(tmp_path):
     output = tmp_path / "found.json"
-    for script in ("ceilings", "memory", "ceilings"):
+    for script in ("kernels layer", "memory", "kernels layer"):
         assert run(script, output).returncode == 0
-    titles = ["Ceilings", "Memory of one MoE layer"]
+    titles = ["Kernels of a layer", "Memory of one MoE layer"]
     assert list(json.loads(output.read_text())["tables"]) == titles
 
 
 def test_what_is_wrong_is_named_and_not_timed(monkeypatch):
     monkeypatch.setitem(peers.BUILT_IN, "loop", lambda moe, x: 1.01 * peers.by_loop(moe, x))
-    case = layer.Case((64, 16, 4), "float32", "cpu", True)
+    case = layer.Case((64, 16, 4), "float32", "cpu", list(peers.BUILT_IN))
     assert "grouped_mm" in case.alternatives
     assert "loop" not in case.alternatives
     assert case.left_out["loop"].startswith("wrong: an error of")
@@ -122,7 +121,7 @@ def test_fine_experts_do_the_work_of_the_dense_network():
 
 
 def test_a_step_leaves_no_gradients_for_the_next_alternative_to_free():
-    case = layer.Case((64, 16, 4), "float32", "cpu", True)
+    case = layer.Case((64, 16, 4), "float32", "cpu", list(peers.BUILT_IN))
     parameters = [p for module in case.modules for p in module.parameters()]
     for run in case.alternatives.values():
         learned = []
@@ -149,7 +148,7 @@ def test_operators_of_both_networks_in_both_passes(tmp_path):
 
 def test_einsum_is_left_out_where_its_masks_are_large(monkeypatch):
     monkeypatch.setattr(layer, "EINSUM_TOKENS", 50)
-    case = layer.Case((64, 16, 4), "float32", "cpu", True)
+    case = layer.Case((64, 16, 4), "float32", "cpu", list(peers.BUILT_IN))
     assert layer.EINSUM not in case.alternatives
     assert case.left_out[layer.EINSUM].startswith("above 50 tokens: its fp32 masks [T, E, C]")
 
@@ -158,7 +157,7 @@ def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
     """The capture itself needs a GPU."""
     captured = []
     monkeypatch.setattr(layer, "capture", lambda work: captured.append(work) or work)
-    case = layer.Case((64, 16, 4), "float32", "cpu", False, True)
+    case = layer.Case((64, 16, 4), "float32", "cpu", (), True)
     case.alternatives["dense"] = case.alternatives["dense, float32"]
     for times in case.times_of_graphs(2):
         assert set(times) == {"moe_core", "dense", layer.PRODUCT}
@@ -169,7 +168,7 @@ def test_a_graph_replays_steps_whose_gradients_are_not_accumulated(monkeypatch):
 
 
 def test_a_token_whose_experts_are_nearly_tied_is_not_compared(monkeypatch):
-    case = layer.Case((64, 16, 4), "float32", "cpu", False, check=False)
+    case = layer.Case((64, 16, 4), "float32", "cpu", (), check=False)
     tied = 3
     with torch.no_grad():  # the second expert's logit of one token is that of the first
         router, token = case.layer.router.weight, case.x[tied]
@@ -201,28 +200,111 @@ def test_all_choices_are_clear_where_all_experts_are_chosen():
     assert not layer.clearly_routed(torch.tensor([[1.0, 0.5, 0.5]]), 2).any()
 
 
-def test_on_a_gpu_tiles_are_compared_by_graphs_and_one_that_fails_is_named(monkeypatch):
+class Kernels:
+    """QuACK's six kernels by their conventions, in plain torch: they fill the outputs given."""
+
+    @staticmethod
+    def parts(ends, ids=None):
+        for e, (start, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+            yield e, slice(start, end), slice(start, end) if ids is None else ids[start:end].long()
+
+    def up(self, a, b, d, c, epilogue, schedule, rows, *_):
+        bias, hidden, *none = epilogue
+        ends, _, ids, _ = rows
+        for e, place, tokens in self.parts(ends, ids):
+            d[place] = a[tokens] @ b[e] + bias[e]
+            hidden[place] = F.gelu(d[place])
+        assert none == [None, None]
+
+    def hidden_grad(self, a, b, d, c, epilogue, schedule, rows, *_):
+        gate, weighted, dots, sums, *_ = epilogue
+        ends, _, ids, tiles = rows
+        assert tiles.tolist() == F.pad(-(-ends.diff() // 128), (1, 0)).cumsum(0).tolist()
+        assert dots.shape == (len(d), -(-d.shape[1] // 128))
+        assert sums.shape[0] >= tiles[-1]
+        for e, place, tokens in self.parts(ends, ids):
+            z = c[place].clone().requires_grad_()
+            grad = a[tokens] @ b[e] * gate[place, None]
+            d[place] = torch.autograd.grad(F.gelu(z), z, grad)[0]
+            weighted[place] = F.gelu(z.detach()) * gate[place, None]
+
+    def down(self, a, b, d, c, epilogue, schedule, rows, *_):
+        for e, place, _ in self.parts(rows[0]):
+            d[place] = a[place] @ b[e].t()
+            if epilogue[2] is not None:
+                d[place] += epilogue[2][e]
+
+    token_grad = down
+
+    def w1_grad(self, a, b, d, c, epilogue, schedule, rows, *_):
+        for e, place, tokens in self.parts(rows[1], rows[2]):
+            d[e] = a[:, tokens] @ b[:, place].t()
+
+    w2_grad = w1_grad
+
+
+def test_quacks_kernels_are_called_by_their_conventions(tmp_path):
+    """With an expert that has no row. In fp32: an error of some 1e-6."""
     pytest.importorskip("triton")
-    import tuning
+    import products
+    from quack_kernels import Quack
 
-    captured = []
+    inputs = products.Inputs((70, 64, 6, 2), "cpu", torch.float32)
+    assert (inputs.ends.diff() == 0).sum() == 2
+    quack, kernels = Quack(tmp_path), Kernels()
+    with pytest.raises(RuntimeError, match="see the note"):
+        quack.products(inputs)
+    assert quack.note.startswith(f"QuACK: no libraries in {tmp_path}")
+    names = ("up", "down", "hidden_grad", "token_grad", "w1_grad", "w2_grad")
+    quack.kernels = {name: getattr(kernels, name) for name in names}
+    expected, found = products.reference(inputs), quack.products(inputs)
+    assert list(found) == list(products.PRODUCTS)
+    for name, work in found.items():
+        torch.testing.assert_close(work().double(), expected[name], rtol=1e-4, atol=1e-4)
 
-    def capture(work):
-        if work.args == ("too large",):
-            raise RuntimeError("out of shared memory")
-        captured.append(work)
-        return work
 
-    monkeypatch.setattr(tuning, "capture", capture)
-    monkeypatch.setattr(tuning, "timed", lambda calls, *_: {name: [2.0] for name in calls})
-    x = torch.ones(3, requires_grad=True)
-    names = [tuning.IN_USE, "too large", "other"]
-    others = dict.fromkeys(names, lambda: 2 * x)
-    subject = tuning.Subject(lambda: x, [x], torch.ones(3), {}, others)
-    rows, _, left_out = tuning.measure(subject, "3", 1, "cuda")
-    assert [row[1] for row in rows] == [tuning.IN_USE, "other"]
-    assert len(captured) == 4
-    assert left_out == ["3: too large is not measured. RuntimeError: out of shared memory"]
+def test_a_product_that_is_wrong_or_not_there_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    import products
+    from quack_kernels import Quack
+
+    (tmp_path / "up.so").write_bytes(b"no library")
+    quack = Quack(tmp_path)
+    assert quack.note.startswith("QuACK: ")
+    assert quack.kernels == {}
+    inputs = products.Inputs((70, 64, 6, 2), "cpu", torch.float32)
+
+    def wrong(i):
+        return {name: lambda name=name: 1.1 * expected[name] for name in products.PRODUCTS}
+
+    expected = products.reference(inputs)
+    monkeypatch.setattr(products, "ours", wrong)
+    rows = list(products.checked(inputs, quack))
+    assert rows[0] == ["ours", "up", "WRONG: 1.0e-01"]
+    assert ["QuACK", "all", "RuntimeError: see the note on QuACK"] in rows
+    args = SimpleNamespace(device="cpu", dtype=torch.float32, rounds=1)
+    notes = {}
+    row, numbers = next(products.times_of((70, 64, 6, 2), args, quack, notes))
+    assert row[:2] == ["70x64x6x2", "up"]
+    assert row[3] == "-"
+    assert set(numbers["ms"]) == {"ours", "F.grouped_mm", "cuBLAS, dense"}
+    assert notes == {"QuACK": "QuACK is not measured. RuntimeError: see the note on QuACK"}
+
+
+def test_peers_are_measured_one_after_the_other(tmp_path):
+    output = tmp_path / "found.json"
+    command = [sys.executable, "benchmarks/layer.py", "--device", "cpu", "--shapes", "64x16x4"]
+    command += ["--dtypes", "float32", "--rounds", "1", "--output", str(output)]
+    command += ["--peers", "grouped_mm", "ScatterMoE", "loop"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (table,) = json.loads(output.read_text())["tables"].values()
+    names = [row[1] for row in table["rows"]]
+    both = ["moe_core", "dense, float32"]
+    assert sorted(names[:3]) == sorted([*both, "grouped_mm"])
+    assert sorted(names[3:6]) == sorted([*both, "ScatterMoE"])
+    assert "not measured: " in table["rows"][5][2]
+    assert sorted(names[6:]) == sorted([*both, "loop"])
 
 
 def test_changed_files_have_another_name_than_their_commit(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def read(output: Path) -> dict:
 def fake_section(name: str, code: str = "pass", seconds: float = 1) -> SimpleNamespace:
     """A section that runs Python code; its words have the file of the tables."""
 
-    def command(is_dry_run, tables, junit) -> list[str]:
+    def command(is_dry_run, tables) -> list[str]:
         return [sys.executable, "-u", "-c", code, str(tables)]
 
     fields = {"name": name, "title": name, "seconds": seconds, "script": "", "tiny": "", "tool": ""}
@@ -53,7 +53,7 @@ def fake_section(name: str, code: str = "pass", seconds: float = 1) -> SimpleNam
 
 
 def options(output: Path) -> SimpleNamespace:
-    return SimpleNamespace(sections=None, dry_run=False, output=output)
+    return SimpleNamespace(sections=["all"], dry_run=False, output=output)
 
 
 def record(status: str, limit: float = 5, tables: dict | None = None) -> dict:
@@ -226,27 +226,103 @@ def test_a_dry_run_of_one_section_is_resumed(main, tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["campaign.json", "campaign.md"]
 
 
+def test_the_kit_has_its_seven_parts_in_order_and_ends_in_time():
+    parts = {section.name: section.seconds for section in campaign.KIT}
+    assert parts == {
+        "quack": 40, "products": 100, "ncu": 50, "network-kernels": 75, "network": 100,
+        "narrow": 45, "peers": 60,
+    }  # fmt: skip
+    assert sum(parts.values()) <= 60 * campaign.MINUTES - 30 <= 520 - 30
+    assert campaign.chosen_sections(SimpleNamespace(sections=None)) == list(campaign.KIT)
+    names = [section.name for section in campaign.SECTIONS]
+    assert len(set(names)) == len(names)
+    chosen = campaign.chosen_sections(SimpleNamespace(sections=["tests", "quack"]))
+    assert [section.name for section in chosen] == ["quack", "tests"]
+
+
+def test_each_part_of_the_kit_leaves_the_later_ones_their_time(tmp_path, monkeypatch):
+    """Also if every one of them takes all that it is given."""
+    now, limits = [0.0], {}
+
+    def run_section(section, found, *_):
+        limits[section.name] = found["limit"]
+        now[0] += found["limit"]
+        found["status"] = "time limit"
+
+    monkeypatch.setattr(campaign, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(campaign, "run_section", run_section)
+    monkeypatch.setattr(campaign, "obstacle", lambda *_: "")
+    args = SimpleNamespace(sections=None, dry_run=False, output=tmp_path)
+    campaign.run_sections(new_state(), args, 511, {})
+    assert list(limits) == [section.name for section in campaign.KIT]
+    assert all(limits[section.name] >= section.seconds for section in campaign.KIT)
+    assert now[0] <= 511
+
+
+def test_what_is_to_be_copied_is_counted_and_limited(tmp_path, monkeypatch, capsys):
+    (tmp_path / "output/quack").mkdir(parents=True)
+    (tmp_path / "output/quack/up.so").write_bytes(bytes(3 << 20))
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("/output/\n")
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(wheels, "ROOT", tmp_path)
+    campaign.print_sizes()
+    printed = capsys.readouterr().out
+    assert printed.startswith("to copy: 4.0 of 64 MiB (the checkout 1.0, output/wheels 0.0, ")
+    monkeypatch.setattr(campaign, "MOST_TO_COPY", 3)
+    with pytest.raises(campaign.CampaignError, match="at most 3 can be"):
+        campaign.print_sizes()
+
+
+def test_the_table_is_printed_last(tmp_path, monkeypatch, capsys):
+    state = new_state(quack=record("done", tables=table("Products")))
+    lines = list(campaign_report.last_table(state, list(campaign.KIT)))
+    assert lines[0] == f"quack: {campaign.KIT[0].title}: done, 1 of 40 s"
+    assert lines[1:3] == ["  ", "  1"]
+    assert lines[3].startswith("products: Products of seven shapes: not begun, 0 of 100 s")
+    monkeypatch.setattr(campaign_report, "MOST_ROWS", 0)
+    lines = list(campaign_report.last_table(state, list(campaign.KIT)))
+    assert lines[2] == "  1 more rows in campaign.md"
+
+
+def test_tutel_is_built_beside_the_sections_and_ends_with_them(tmp_path, monkeypatch):
+    folder = tmp_path / "Tutel"
+    folder.mkdir()
+    code = "import os, sys, time\nprint(os.getpid(), *sys.argv[1:], flush=True)\ntime.sleep(600)\n"
+    (folder / "setup.py").write_text(code)
+    monkeypatch.setattr(campaign, "PEERS", tmp_path)
+    log = folder / "build.log"
+    with campaign.tutel_being_built(dict(os.environ)):
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+    pid, *words = log.read_text().split()
+    assert words == ["build_ext", "--inplace"]
+    while is_running(int(pid)):
+        time.sleep(0.01)
+    log.unlink()
+    (folder / "tutel_custom_kernel.so").touch()
+    with campaign.tutel_being_built({}):
+        assert not log.exists()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_whole_dry_run_fills_every_section(tmp_path):
     command = [sys.executable, "benchmarks/campaign.py", "--output", str(tmp_path)]
-    command += ["--dry-run", "--minutes", "9"]
+    command += ["--dry-run", "--minutes", "18"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     state = read(tmp_path)
     outcomes = {record["status"] for record in state["sections"].values()}
     assert outcomes == {"done", "skipped: needs a GPU"}
-    assert len(state["sections"]) == len(campaign.SECTIONS)
-    for name, found in state["sections"].items():
-        if name.startswith(("test_", "operations")):
-            assert found["tests"]["failures"] == found["tests"]["errors"] == 0
-            assert found["tests"]["tests"] > 0
-        elif found["status"] == "done":
-            assert found["tables"]
+    assert list(state["sections"]) == [section.name for section in campaign.KIT]
+    for found in state["sections"].values():
         for kept in found["tables"].values():
             assert kept["rows"]
             assert kept["data"]
-    assert {goal["verdict"] for goal in state["goals"]} == {"not measured"}
+        assert found["tables"] or found["status"] != "done"
+    assert "MiB (the checkout" in done.stdout
+    assert "quack: QuACK's kernels and ours against fp64: done" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -288,26 +364,6 @@ def test_results_are_continued_on_the_same_device_and_commit_alone(tmp_path, mon
     assert campaign.open_state(output, True, ENVIRONMENT)["sections"] == {}
     assert "with dry_run False" in capsys.readouterr().out
     assert json.loads((output / "campaign-earlier.json").read_text()) == state
-
-
-def test_outcomes_of_tests_are_counted_also_if_pytest_was_killed():
-    text = "a PASSED [ 1%]\n[gw0] [ 2%] FAILED b\nc SKIPPED (no GPU)\nd PASSED\n"
-    counts = {"tests": 4, "failures": 1, "errors": 0, "skipped": 1}
-    assert campaign.outcomes_printed(text) == counts
-    assert campaign.outcomes_printed(f"{text}\n==== FAILURES\nFAILED b\nPASSED") == counts
-
-
-def test_all_tests_of_a_gpu_run_operations_first_and_several_processes_last():
-    """A file is a section, but for those of the operations."""
-    first, *others = [s for s in campaign.SECTIONS if s.script.startswith("tests/")]
-    assert first is campaign.SECTIONS[0]
-    assert others[-1].script.split("/")[1] == "distributed"
-    files = {str(ROOT / file) for section in (first, *others) for file in section.script.split()}
-    marker = "pytest.mark." + "gpu"  # not in this file
-    marked = [f for f in (ROOT / "tests").rglob("test_*.py") if marker in f.read_text()]
-    assert {str(file) for file in marked} == files
-    names = [section.name for section in campaign.SECTIONS]
-    assert len(set(names)) == len(names)
 
 
 def test_kernels_are_compiled_for_each_architecture_into_one_file(main, tmp_path, monkeypatch):
@@ -397,38 +453,3 @@ def test_a_report_names_a_kernel_that_the_engine_disabled():
     assert not any("a row" in line for line in lines)
     found["status"] = "failed, exit code 1"
     assert any("a row" in line for line in campaign_report.section_lines(found))
-
-
-def layer_entry(tokens: int, model_dim: int, timing: str, ratio: float) -> dict:
-    entry = {"shape": [tokens, model_dim, 8], "dtype": "bfloat16", "layer": True}
-    entry |= {"pass": "training", "timing": timing, "ratio": [ratio] * 3}
-    return entry | {"share_of_peak": [0.45] * 3}
-
-
-def test_goals_are_reached_missed_or_not_measured():
-    data = [
-        layer_entry(144 * 128, 512, "many calls", 4.0),
-        layer_entry(144 * 128, 512, "graph replay", 1.6),
-        layer_entry(144 * 128, 768, "many calls", 2.0),
-    ]
-    network = {"mode": "training", "batch_size": 128, "dtype": "bfloat16"}
-    network |= {"dense_ms": [96.0], "moe_ms": [100.0]}
-    memory = {"tokens": 4096, "dtype": "bfloat16", "dropout": 0.1, "saved": 6}
-    memory = [memory | {"counted, Tutel": 10}]
-    titles = {campaign_report.LAYER: data, campaign_report.NETWORK: [network]}
-    titles["Memory of one MoE layer"] = memory
-    sections = {title: {"tables": {title: {"data": d}}} for title, d in titles.items()}
-    more = [layer_entry(144 * 512, 512, "graph replay", 1.0)]
-    sections["more"] = {"tables": {campaign_report.LAYER: {"data": more}}}
-    state = {"dry_run": False, "sections": sections}
-    judged = [row for goal in campaign_report.GOALS for row in campaign_report.judge(goal, state)]
-    found = [(row["goal"], row["case"], row["verdict"]) for row in judged]
-    assert found == [
-        ("layer to dense speed, 128 images", "E = 8, graph replay", "missed by 0.175"),
-        ("layer to dense speed, 512 images", "E = 8, graph replay", "reached"),
-        ("layer to dense speed, eager", "E = 8, many calls", "missed by 0.450"),
-        ("network to dense speed, training", "batch 128", "reached"),
-        ("network to dense speed, inference", "", "not measured"),
-        ("activations of Tutel's, dropout", "4,096 tokens", "missed by 0.100"),
-        ("share of peak at d = 768 (SonicMoE: 0.41)", "18432x768x8, many calls", "reached"),
-    ]

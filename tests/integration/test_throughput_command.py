@@ -53,7 +53,6 @@ def test_throughput_of_one_process(throughput, tiny, tmp_path):
         states = 3 if r["mode"] == "training" else 1  # the weights and, in training, two moments
         held = states * 4 * int(r["moe_parameters"])
         assert float(r["moe_held_bytes"]) == pytest.approx(held, rel=1e-3)
-    assert (output / "throughput.png").stat().st_size > 10_000
     assert "3 rounds after 1 to warm up" in finished.out
     assert "threads; load" in finished.out
     for dtype in ("float32", "bfloat16"):

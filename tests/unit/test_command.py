@@ -163,15 +163,6 @@ def test_a_program_beside_python_is_named_so_that_the_shell_finds_it(tmp_path, m
     assert shlex.split(line)[0] == program("swinv2-moe") == "swinv2-moe"
 
 
-def test_the_figure_of_a_plan_gets_an_ending(tmp_path, monkeypatch):
-    words = ["--cfg", "quickstart_digits", "--nodes", "1", "--gpus-per-node", "8", "--output"]
-    args = parse("plan_cluster", *words, f"{tmp_path}/plan", monkeypatch=monkeypatch)
-    assert args.output == f"{tmp_path}/plan.png"
-    assert parse("plan_cluster", *words[:-1], monkeypatch=monkeypatch).output is None  # no figure
-    with pytest.raises(UserError, match=r"plan\.pdf: must be a file that ends in \.png"):
-        parse("plan_cluster", *words, f"{tmp_path}/plan.pdf", monkeypatch=monkeypatch)
-
-
 def test_what_was_written_is_named_with_its_size(tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()

@@ -39,7 +39,7 @@ _KINDS = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 
 
 @dataclass(frozen=True)
-class Options:
+class ShardOptions:
     """Options for making shards.
 
     Args:
@@ -59,7 +59,7 @@ class Options:
     max_pixels: int = MAX_PIXELS
 
 
-def make_shards(sources: Sources, output: str, options: Options, workers: int) -> dict:
+def make_shards(sources: Sources, output: str, options: ShardOptions, workers: int) -> dict:
     """Write the images of both splits to shards in `output`, or continue an interrupted call.
 
     Images that are missing or empty are omitted; so are broken images, if images are decoded.
@@ -133,7 +133,7 @@ def _images_per_shard(output: str, split: str, plan: dict) -> int:
 class _Writer:
     """Writes the shards of one split."""
 
-    def __init__(self, source: Source, output: str, options: Options):
+    def __init__(self, source: Source, output: str, options: ShardOptions):
         self.source = source
         self.output = output
         self.options = options

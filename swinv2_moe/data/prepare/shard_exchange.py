@@ -23,7 +23,7 @@ _CHUNK = 4 << 20  # bytes of a file per step
 _MOST_FILES = 32  # maximum number of files sent at the same time; each needs 2 * 4 MiB of memory
 
 
-class Exchange:
+class ShardExchange:
     """Sends files between the nodes. All nodes make the same calls in the same order. An error on
     one node is raised on all.
 
@@ -103,7 +103,7 @@ class Exchange:
 
 
 class _Request(NamedTuple):
-    """The arguments of `Exchange.send`."""
+    """The arguments of `ShardExchange.send`."""
 
     owners: dict[ShardFile, int]
     lacking: set[str]

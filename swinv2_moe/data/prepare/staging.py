@@ -31,7 +31,7 @@ from swinv2_moe.locks import lock
 from swinv2_moe.tables import TransferBar
 
 if TYPE_CHECKING:  # it imports torch
-    from swinv2_moe.data.prepare.shard_exchange import Exchange
+    from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 
 _CHUNK = 4 << 20  # bytes per read
 
@@ -54,7 +54,7 @@ def stage(
     target: str,
     workers: int = 4,
     trust: bool = False,
-    exchange: "Exchange | None" = None,
+    exchange: "ShardExchange | None" = None,
 ) -> Staged:
     """Copy the finished shards in `source` to the directory `target`, or continue an interrupted
     call.
@@ -93,7 +93,7 @@ class Stager:
         target: str,
         workers: int = 4,
         trust: bool = False,
-        exchange: "Exchange | None" = None,
+        exchange: "ShardExchange | None" = None,
     ) -> None:
         self.source = source
         self.target = target

@@ -14,7 +14,7 @@ from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import config_from_text, load_config, model_config
 from swinv2_moe.convert.fewer_experts import Sample, fewer_experts, matched
 from swinv2_moe.measure.report import render
-from swinv2_moe.measure.report_validation import Validation
+from swinv2_moe.measure.report_validation import ReportValidation
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
 
@@ -156,7 +156,7 @@ def test_a_new_run_is_one_that_every_command_reads(compress, make_run, tmp_path,
     assert f"-> {json.loads(line)['loss']:.3f}" in finished.out
     record = read_run(output)
     assert record.steps[0]["step"] == 7
-    page = render([record], [Validation()])
+    page = render([record], [ReportValidation()])
     assert f", {num_experts} experts in 2 layers" in page
     assert "; compressed from another run, not trained" in page
     assert "images/s, median" not in page

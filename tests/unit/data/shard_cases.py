@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from swinv2_moe.data.prepare.make_shards import Options
+from swinv2_moe.data.prepare.make_shards import ShardOptions
 from swinv2_moe.data.sources import ImageArrays, Sources
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
 SOURCE = ImageArrays("noise", PIXELS, np.arange(40) % 4)
 SOURCES = Sources(SOURCE, SOURCE, list("abcd"))
-OPTIONS = Options(shard_mb=0.02)
+OPTIONS = ShardOptions(shard_mb=0.02)
 
 
 def edit_index(made: Path, edit: Callable[[dict], object]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from swinv2_moe.data import copies
 from swinv2_moe.data.copies import contradictions, copies_note, digest, first_copies, first_equal
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.sources import ImageFiles, load_sources
 from swinv2_moe.data.sources.folder import _split
 from swinv2_moe.errors import UserError
@@ -160,7 +160,7 @@ def test_copies_in_shards_are_counted(root, make_data, tmp_path, monkeypatch):
     for number in range(2):
         shutil.copy(root / f"train/cat/{number}.png", root / f"val/cat/copy {number}.png")
     folder = make_data({"DATA.DATASET": "folder", "DATA.PATH": str(root)})
-    options = Options(shard_mb=0.01)
+    options = ShardOptions(shard_mb=0.01)
     make_shards(load_sources(folder), str(tmp_path / "shards"), options, workers=1)
     monkeypatch.setattr("swinv2_moe.data.shards._MAX_OPEN", 1)
     section = make_data({"DATA.DATASET": "shards", "DATA.PATH": str(tmp_path / "shards")})

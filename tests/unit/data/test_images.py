@@ -22,7 +22,7 @@ from swinv2_moe.data.images import (
     read_header,
     to_mode,
 )
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 from swinv2_moe.data.transforms import bounded, build_transform
@@ -148,7 +148,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / f"{split}.txt").write_text("".join(lines))
     encoded = np.array([name.encode() for name in names])
     source = ImageFiles(str(tmp_path / "train/a"), encoded, np.zeros(6))
-    make_shards(Sources(source, source, ["a"]), str(tmp_path / "shards"), Options(), 1)
+    make_shards(Sources(source, source, ["a"]), str(tmp_path / "shards"), ShardOptions(), 1)
     return tmp_path
 
 
@@ -188,11 +188,11 @@ def test_shards_leave_out_what_is_too_large_where_they_decode_it(root: Path) -> 
     names = np.array([b"train/a/large.png"] + [b"train/a/0.png"] * 199)
     source = ImageFiles(str(root), names, np.zeros(200))
     sources, output = Sources(source, source, ["a"]), str(root / "out")
-    index = make_shards(sources, output, Options(check=True, max_pixels=1199), 1)
+    index = make_shards(sources, output, ShardOptions(check=True, max_pixels=1199), 1)
     assert [shard["left_out"] for shard in index["train"]["shards"]] == [1]
     assert len(load_shards(output).train) == 199
     with pytest.raises(UserError, match="was begun with max_pixels 1199, not 1200"):
-        make_shards(sources, output, Options(check=True, max_pixels=1200), 1)
+        make_shards(sources, output, ShardOptions(check=True, max_pixels=1200), 1)
 
 
 # values of more than 8 bits

@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, features
 from swinv2_moe.config import data_config
 from swinv2_moe.data.datasets import ImageDataset
 from swinv2_moe.data.images import decode, upright
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 
@@ -87,12 +87,12 @@ def test_tensors_of_every_orientation_are_equal(
 def test_shards_are_decoded_upright(files: ImageFiles, tmp_path: Path) -> None:
     pytest.importorskip("webdataset", reason="needs the data extra")
     sources = Sources(files, files, ["a"])
-    make_shards(sources, str(tmp_path / "whole"), Options(), 1)
+    make_shards(sources, str(tmp_path / "whole"), ShardOptions(), 1)
     made = load_shards(str(tmp_path / "whole")).train
     # as the files are
     assert {made.read(i) for i in range(8)} == {stored(orientation) for orientation in STORED}
     assert all(np.array_equal(made.open(i), photograph()) for i in range(8))
-    make_shards(sources, str(tmp_path / "smaller"), Options(short_side=15), 1)
+    make_shards(sources, str(tmp_path / "smaller"), ShardOptions(short_side=15), 1)
     made = load_shards(str(tmp_path / "smaller")).train
     assert {made.open(i).size for i in range(8)} == {(20, 15)}
     assert len({made.read(i) for i in range(8)}) == 1

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from swinv2_moe.data.datasets import ImageDataset, read_image
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageFiles, Sources
 
@@ -77,7 +77,7 @@ def sources(tmp_path):
     classes = list(contents)
     encoded = np.array([name.encode() for name in classes])
     in_files = ImageFiles(str(tmp_path), encoded, np.arange(len(classes)))
-    make_shards(Sources(in_files, in_files, classes), str(tmp_path / "shards"), Options(), 1)
+    make_shards(Sources(in_files, in_files, classes), str(tmp_path / "shards"), ShardOptions(), 1)
     return in_files, load_shards(str(tmp_path / "shards")).train, classes
 
 

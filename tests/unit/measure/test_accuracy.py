@@ -1,19 +1,16 @@
-"""Calibration by its definition, accuracy per class, what is compared before anything runs, the
-figure."""
+"""Calibration by its definition, accuracy per class, what is compared before anything runs."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from sklearn.metrics import f1_score, recall_score
 
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure.accuracy import (
     RoutingOptions,
+    accuracy_of,
     calibration_error,
-    draw_sweep,
-    measure,
     reliability,
 )
 from swinv2_moe.train.evaluation import Predictions
@@ -79,7 +76,7 @@ def test_the_calibration_error_by_hand():
 def test_overall_and_by_class():
     targets, predicted = np.array([0, 0, 0, 2, 2, 5]), np.array([0, 1, 0, 2, 1, 0])
     ranks, confidence = np.array([0, 4, 0, 0, 1, 5]), np.full(6, 0.5)
-    found = measure(
+    found = accuracy_of(
         Predictions(targets, predicted, ranks, confidence, np.arange(6.0), np.arange(6)),
         list("abcdef"),
     )
@@ -107,7 +104,7 @@ def test_overall_and_by_class():
 
 
 def test_top5_of_five_classes_says_nothing():
-    found = measure(
+    found = accuracy_of(
         Predictions(*np.zeros((3, 2), int), np.full(2, 0.5), np.zeros(2), np.arange(2)),
         list("abcde"),
     )
@@ -130,21 +127,3 @@ def test_options_as_keys():
 def test_factors_that_cannot_be(wrong, text):
     with pytest.raises(UserError, match=f"{text}, it must be finite"):
         RoutingOptions(**wrong)
-
-
-def test_the_figure(tmp_path):
-    """Also of two factors that give the same point."""
-    points = ((0.5, 60.0, 0.4, 20), (1.0, 80.0, 0.05, 5), (1.25, 80.0, 0.01, 5), (0, 81.0, 0, 0))
-    rows = [
-        {"capacity_factor": factor, "top1": top1, "dropped_share": dropped}
-        | {"images_per_second": {"median": 100 + speed, "quartiles": [99 + speed, 102 + speed]}}
-        for factor, top1, dropped, speed in points
-    ]
-    found = {"checkpoint": "run/step-1", "num_experts": 8, "top_k": 1, "capacity_factor": 1.25}
-    found |= {"machine": "CPU", "rounds": 9}
-    draw_sweep(found | {"sweep": rows}, tmp_path / "sweep.png")
-    with Image.open(tmp_path / "sweep.png") as image:
-        assert min(image.size) > 400
-        assert len(image.convert("L").getcolors()) > 50  # something is drawn
-    with pytest.raises(UserError, match=r"--output .*: cannot be written"):
-        draw_sweep(found | {"sweep": rows}, tmp_path / "none" / "sweep.png")

@@ -9,7 +9,7 @@ import pytest
 
 from swinv2_moe.config import default_config
 from swinv2_moe.measure.report import render
-from swinv2_moe.measure.report_validation import Validation
+from swinv2_moe.measure.report_validation import ReportValidation
 from swinv2_moe.measure.run_record import read_runs
 
 SUMMARY = {"parameters": 1e6, "active_macs": 1e6, "world_size": 2, "device": "cpu"}
@@ -42,7 +42,7 @@ def make_run(tmp_path):
 
 def page_of(*directories) -> str:
     runs = read_runs(directories)
-    return html.unescape(render(runs, [Validation(problem="No predictions.")] * len(runs)))
+    return html.unescape(render(runs, [ReportValidation(problem="No predictions.")] * len(runs)))
 
 
 def tiles(page: str) -> dict[str, str]:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from moe_core import MoEConfig, MoELayer, RoutingStats
 from swinv2_moe.errors import UserError
 from swinv2_moe.measure import throughput
-from swinv2_moe.measure.configurations import Combination, Options, combinations
+from swinv2_moe.measure.configurations import Combination, SpeedOptions, combinations
 from swinv2_moe.measure.rounds import interleaved, matrix_product, working_memory
 from swinv2_moe.measure.spread import Times, latencies, ratios
 from swinv2_moe.measure.throughput import Row, Side
@@ -116,14 +115,14 @@ def test_options_that_cannot_be():
         ({"warmup": -1}, "--warmup is -1, it must be at least 0"),
     ):
         with pytest.raises(UserError) as error:
-            Options(**options)
+            SpeedOptions(**options)
         assert str(error.value) == message
 
 
 def test_every_combination_once():
     chosen = [("inference", "training"), (1, 2), ("float32", "bfloat16")]
     chosen += [(1.25, 0.0), ("off", "on")]
-    found = combinations(QUICKSTART, [], Options(*chosen))
+    found = combinations(QUICKSTART, [], SpeedOptions(*chosen))
     expected = [Combination(*each) for each in itertools.product(*chosen)]
     assert [combination for combination, *_ in found] == expected
     for combination, moe, dense in found:
@@ -140,13 +139,13 @@ def test_every_combination_once():
 
 def test_without_factors_each_mode_has_the_configured_one():
     opts = ["MODEL.MOE.CAPACITY_FACTOR", "1.5", "MODEL.MOE.EVAL_CAPACITY_FACTOR", "2.0"]
-    found = combinations(QUICKSTART, opts, Options(("inference", "training"), (1,)))
+    found = combinations(QUICKSTART, opts, SpeedOptions(("inference", "training"), (1,)))
     assert [combination.capacity_factor for combination, *_ in found] == [2.0, 1.5]
 
 
 def test_what_is_named_twice_is_measured_once():
     twice = [("inference",) * 2, (2, 2), ("float32",) * 2, (0.0, 0.0), ("off", "off")]
-    assert len(combinations(QUICKSTART, [], Options(*twice))) == 1
+    assert len(combinations(QUICKSTART, [], SpeedOptions(*twice))) == 1
 
 
 # A value of --opts, and what the error line says of it
@@ -163,32 +162,32 @@ IGNORED = {
 def test_opts_that_would_be_ignored():
     for opts, message in IGNORED.items():
         with pytest.raises(UserError) as error:
-            combinations(QUICKSTART, opts.split(), Options(capacity_factors=(1.25,)))
+            combinations(QUICKSTART, opts.split(), SpeedOptions(capacity_factors=(1.25,)))
         assert str(error.value) == f"--opts {opts.split()[0]} is {message}"
 
 
 def test_opts_may_say_what_is_measured_anyway():
     opts = "COMPILE true AMP_ENABLE true DATA.BATCH_SIZE 8 AUG.MIXUP 0 MODEL.MOE.TOP_K 2"
-    options = Options(("training",), (8,), ("bfloat16",), (), ("on",))
+    options = SpeedOptions(("training",), (8,), ("bfloat16",), (), ("on",))
     ((_, config, _),) = combinations(QUICKSTART, opts.split(), options)
     assert config.MODEL.MOE.TOP_K == 2
 
 
 def test_a_configuration_that_names_no_data_and_mixes_images_is_measured_too():
     file = QUICKSTART.parent / "in22k" / "swin_moe_small_window12_192_8expert.yaml"
-    (found,) = combinations(file, [], Options(("training",), (1,)))
+    (found,) = combinations(file, [], SpeedOptions(("training",), (1,)))
     assert found[1].TRAIN.ACCUMULATION_STEPS == 1
 
 
 def test_a_configuration_of_fine_tuning_is_measured_without_weights():
     file = QUICKSTART.parent / "tiny_imagenet" / "finetune_96.yaml"
-    (found,) = combinations(file, [], Options(("inference",), (1,)))
+    (found,) = combinations(file, [], SpeedOptions(("inference",), (1,)))
     assert found[1].MODEL.CLASS_MAP == ""
 
 
 def test_a_dense_configuration_is_refused():
     with pytest.raises(UserError, match=r"quickstart_digits\.yaml: MODEL\.MOE\.NUM_EXPERTS is 0"):
-        combinations(QUICKSTART, ["MODEL.MOE.NUM_EXPERTS", "0"], Options())
+        combinations(QUICKSTART, ["MODEL.MOE.NUM_EXPERTS", "0"], SpeedOptions())
 
 
 # Rows
@@ -219,7 +218,7 @@ def test_no_ratio_of_two_runs_reaches_a_table(tmp_path):
     for make in (
         found.ratio,
         lambda: found.mfu(found.dense),
-        lambda: throughput.record(found),
+        lambda: throughput.columns_of(found),
         lambda: throughput.write_csv([found], tmp_path / "t.csv"),
     ):
         with pytest.raises(ValueError, match="times of different runs"):
@@ -241,37 +240,6 @@ def test_the_file_holds_every_round(tmp_path):
     assert (first["moe_peak_bytes"], second["moe_peak_bytes"]) == (str(2**20), "")
     with pytest.raises(UserError, match=r"--output .*none/t.csv: cannot be written"):
         throughput.write_csv(rows, tmp_path / "none" / "t.csv")
-
-
-@pytest.mark.parametrize("count", [1, 16])
-def test_figure(count, tmp_path):
-    modes = ["inference"] * (count - count // 2) + ["training"] * (count // 2)
-    rows = [
-        row(side(20 + i, 22, 30), side(18, 19 + i, 21), mode, 2 ** (i % 5))
-        for i, mode in enumerate(modes)
-    ]
-    title = "swinv2_moe, 192 px: 8 experts in 10 layers, beside dense; 1 process"
-    throughput.draw(rows, title, tmp_path / "t.png")
-    with Image.open(tmp_path / "t.png") as image:
-        assert image.format == "PNG"
-        assert image.width >= 130 * (6 if count == 1 else count)
-        assert len(image.convert("RGB").getcolors(2**24)) > 20  # drawn on
-
-
-def test_a_figure_shows_medians_and_ratios(monkeypatch):
-    figures = []
-    monkeypatch.setattr(throughput, "save_png", lambda figure, path: figures.append(figure))
-    rows = [row(side(20, 40, 80), side(10, 20, 80)), row(side(4, 4), side(2, 2), "training")]
-    throughput.draw(rows, "a model", Path("t.png"))
-    inference, training = figures[0].axes
-    # of 8 images: experts, dense
-    assert [bar.get_height() for bar in inference.patches] == pytest.approx([200, 400])
-    assert [bar.get_height() for bar in training.patches] == pytest.approx([2000, 4000])
-    texts = [*inference.texts, *training.texts]
-    bold = [text.get_text() for text in texts if text.get_weight() == "bold"]
-    assert bold == ["0.50", "0.50"]
-    labels = [label.get_text() for label in inference.get_xticklabels()]
-    assert labels == ["batch 8\nfloat32\nf = 1.25"]
 
 
 def test_the_slowest_ranks_time_counts():

@@ -16,7 +16,7 @@ from swinv2_moe import tables
 from swinv2_moe.config import data_config, load_config
 from swinv2_moe.data import ImageArrays, Sources, load_sources
 from swinv2_moe.data.prepare import staging
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.arrival import in_order_of_use
@@ -36,7 +36,7 @@ def made(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables.TransferBar, "start", lambda self: None)
         sources = Sources(parts[0], parts[1], digits.class_names)
-        make_shards(sources, str(root), Options(shard_mb=0.03), 1)
+        make_shards(sources, str(root), ShardOptions(shard_mb=0.03), 1)
     assert len(list(root.rglob("train/*.tar"))) > 5
     return root
 

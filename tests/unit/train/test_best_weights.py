@@ -91,7 +91,7 @@ def test_a_training_starts_from_weights_in_the_cache(hub_cache, monkeypatch, tmp
         "final: trained on all pictures, also those held out",
     )
     [red] = load_predictor(tmp_path / "run").predict(str(tmp_path / "photos" / "red" / "3.png"), 1)
-    assert red.classes[0] == "red"
+    assert red.top[0].class_name == "red"
 
 
 def test_the_packages_own_where_there_is_nothing_better(hub_cache):

@@ -22,7 +22,7 @@ from swinv2_moe.config import data_config, load_config, model_config
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.data.sources import ImageArrays, load_sources
-from swinv2_moe.measure.accuracy import measure
+from swinv2_moe.measure.accuracy import accuracy_of
 from swinv2_moe.models import build_model
 from swinv2_moe.ranks.world import World, expert_group, seed_everything
 from swinv2_moe.train.evaluation import Predictions, evaluate, predict
@@ -138,7 +138,7 @@ def test_the_sums_of_training_are_those_of_the_predictions():
     assert sums.top1 == pytest.approx(100 * (found.ranks == 0).mean())
     assert sums.top5 == pytest.approx(100 * (found.ranks < 5).mean())
     assert sums.loss == pytest.approx(found.losses.mean(), rel=1e-5)  # fp32: 42 * 6e-8
-    measured = measure(found, list("0123456789"))
+    measured = accuracy_of(found, list("0123456789"))
     assert sums.balanced == pytest.approx(measured["balanced_accuracy"])
     assert sums.balanced != pytest.approx(sums.top1)
 

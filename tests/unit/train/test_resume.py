@@ -262,13 +262,24 @@ def test_what_accuracies_are_measured_of_begins_a_new_best(
     assert trainer.progress.best_top1 == -1.0
 
 
-def test_a_change_of_training_is_named_and_keeps_the_best(make_trainer, save, tmp_path):
-    keys = {"TRAIN.WEIGHT_DECAY": 0.3, "MODEL.MOE.CAPACITY_FACTOR": 2.5}
-    trainer, lines = changes_of(make_trainer, save, tmp_path, keys)
-    goes_on = "training goes on with the changed value"
+@pytest.mark.parametrize(
+    ("keys", "effect"),
+    [
+        (
+            {"MODEL.MOE.CAPACITY_FACTOR": (1.25, 2.5), "TRAIN.WEIGHT_DECAY": (0.05, 0.3)},
+            "training goes on with the changed value",
+        ),
+        (
+            {"MODEL.PRETRAINED": ("", "other.pth"), "MODEL.CLASS_MAP": ("", "new")},
+            "no effect, it says what a run starts from, and this one goes on",
+        ),
+    ],
+)
+def test_a_change_that_keeps_the_best_is_named(keys, effect, make_trainer, save, tmp_path):
+    now = {key: value for key, (_, value) in keys.items()}
+    trainer, lines = changes_of(make_trainer, save, tmp_path, now)
     assert lines == [
-        f"MODEL.MOE.CAPACITY_FACTOR was 1.25 and is 2.5: {goes_on}",
-        f"TRAIN.WEIGHT_DECAY was 0.05 and is 0.3: {goes_on}",
+        f"{key} was {before!r} and is {value!r}: {effect}" for key, (before, value) in keys.items()
     ]
     assert trainer.progress.best_top1 == 75.0
 
@@ -292,17 +303,6 @@ def test_another_batch_changes_the_learning_rate(make_trainer, save, tmp_path):
     before, now = (trainer.config.train.base_lr * batch / 512 for batch in (32, 16))
     assert lines[0].startswith("DATA.BATCH_SIZE was 32 and is 16: ")
     assert lines[1].startswith(f"learning rate of the next step: {before:.2e} before, {now:.2e} ")
-
-
-def test_what_a_run_starts_from_has_no_effect_on_one_that_goes_on(make_trainer, save, tmp_path):
-    keys = {"MODEL.PRETRAINED": "other.pth", "MODEL.CLASS_MAP": "new"}
-    trainer, lines = changes_of(make_trainer, save, tmp_path, keys)
-    no_effect = "no effect, it says what a run starts from, and this one goes on"
-    assert lines == [
-        f"MODEL.PRETRAINED was '' and is 'other.pth': {no_effect}",
-        f"MODEL.CLASS_MAP was '' and is 'new': {no_effect}",
-    ]
-    assert trainer.progress.best_top1 == 75.0
 
 
 def test_fewer_epochs_than_are_done_end_the_run(make_config, tmp_path, capsys):
