@@ -16,7 +16,7 @@ from yacs.config import CfgNode
 from swinv2_moe.config import as_opts, flatten, load_config
 from swinv2_moe.config.load import values_of as values_of_opts
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.bundled import PACKAGED, PREFIX, bundled_file
+from swinv2_moe.models.bundled import PACKAGED, PREFIX, bundled_file, packaged_file
 from swinv2_moe.models.section import TRUNKS, tiles
 from swinv2_moe.start.facts import FROM_SCRATCH, Pictures, look
 from swinv2_moe.start.weights import best_weights, described, minutes_for, trained_config
@@ -203,6 +203,7 @@ def _named(name: str, given: Mapping[str, object]) -> Weights:
     if name.startswith("timm:"):
         return _weights_of_timm(name, name, copies, as_timms)
     if name == PACKAGED:
+        packaged_file("MODEL.PRETRAINED")  # before imports that take seconds
         from swinv2_moe.data.classes import imagenet_names  # imports timm
 
         weights = _weights_of_timm(name, f"timm:tf_{PACKAGED}", copies, as_timms)

@@ -15,7 +15,6 @@ from swinv2_moe.ranks.world import World
 from swinv2_moe.start.defaults import Decision
 from swinv2_moe.start.trial import Times
 from swinv2_moe.train.evaluation import evaluate
-from swinv2_moe.train.optim import build_schedule
 from swinv2_moe.train.section import TrainConfig
 from swinv2_moe.train.step import TrainingStep
 
@@ -52,13 +51,13 @@ def decide_rate(
         return [], []
     world = World(0, 1, next(model.parameters()).device)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    brief = replace(sections.train, epochs=epochs, warmup_epochs=0, compile=False, graph=False)
     losses = {}
     with closing(build_data(sections.data, sources=sources)) as data:
         for factor in FACTORS:
             model.load_state_dict(start)
-            keys = {key: factor * getattr(sections.train, key.lower()) for key in _RATES}
-            train = _briefly(sections.train, keys, epochs)
-            losses[factor] = _loss_after(train, data, model, world)
+            named = {key.lower(): factor * getattr(brief, key.lower()) for key in _RATES}
+            losses[factor] = _loss_after(replace(brief, **named), data, model, world)
     best = min(losses, key=lambda factor: losses[factor])
     if losses[best] > (1 - _CLEARLY) * losses[1.0]:
         best = 1.0
@@ -73,12 +72,6 @@ def decide_rate(
     keys = {key: float(f"{rate:.2g}") for key, rate in keys.items()}
     chosen = {key: value for key, value in keys.items() if key not in given}
     return [Decision(chosen, "the best of those that were tried briefly")], lines
-
-
-def _briefly(train: TrainConfig, rates: dict[str, float], epochs: int) -> TrainConfig:
-    """A training of so many epochs with these rates, without compilation and graphs."""
-    named = {key.lower(): rate for key, rate in rates.items()}
-    return replace(train, epochs=epochs, warmup_epochs=0, compile=False, graph=False, **named)
 
 
 def _loss_after(train: TrainConfig, data: Data, model: MoEModel, world: World) -> float:
@@ -98,7 +91,7 @@ def train_epochs(
     """Train the first `epochs` of the configured schedule, without validation and records."""
     step = TrainingStep(config, world, model, data.num_classes)
     steps = len(data.train_loader) // config.accumulation_steps
-    schedule = build_schedule(config, step.optimizer, steps, world.size)
+    schedule = step.schedule(steps)
     number = 0
     for epoch in range(epochs):
         data.set_epoch(epoch)

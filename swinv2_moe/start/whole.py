@@ -17,8 +17,7 @@ from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.precision import without_slow_amp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start.defaults import Choice, values_of
-from swinv2_moe.start.frozen import MOST, Probe, choose_size, pretrained, set_classifier
-from swinv2_moe.start.frozen import probe as fit_probe
+from swinv2_moe.start.frozen import Probe, choose_size, start_from_probe
 from swinv2_moe.start.initial import as_trained, starting_point
 from swinv2_moe.start.rates import decide_rate
 from swinv2_moe.start.teacher import Teacher, open_teacher
@@ -84,11 +83,10 @@ def complete(
     sections, _ = without_slow_amp(all_sections(config), world)
     times = measure_times(sections, sources, world)
     if sections.train.probe and world.size == 1:
-        model = pretrained(sections, sources, world)
-        if probe is None:
-            probe = fit_probe(model, sections, sources, world, MOST)
+        known = probe
+        model, probe = start_from_probe(sections, sources, world, known=known)
+        if known is None:
             _show([f"a linear classifier on the frozen network: {probe.classifier}"], world)
-        set_classifier(model, probe.classifier)
         elapsed = time.time() - began
         rates, found = decide_rate(sections, sources, model, times, elapsed, choice.given)
         _show(found, world)

@@ -91,12 +91,7 @@ class Trainer:
             best_by=config.train.best_by,
             patience=config.train.patience,
         )
-        self.schedule = optim.build_schedule(
-            config.train,
-            self.step.optimizer,
-            self.progress.steps_per_epoch,
-            world.size,
-        )
+        self.schedule = self.step.schedule(self.progress.steps_per_epoch)
         self.tuning = Tuning(model)
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()

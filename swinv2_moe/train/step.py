@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
+from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 import moe_core
@@ -111,6 +112,10 @@ class TrainingStep:
         if self.world.size > 1 or self.config.obstacle_to_graph():
             return False
         return can_replay(self.model, self.world.device)
+
+    def schedule(self, steps_per_epoch: int) -> CosineLRScheduler:
+        """The schedule of the learning rate."""
+        return optim.build_schedule(self.config, self.optimizer, steps_per_epoch, self.world.size)
 
     def train(self) -> None:
         """Put the model into training mode. After a probe, batch norms keep the statistics with

@@ -25,7 +25,7 @@ from swinv2_moe.predict.predictor import load_predictor
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import rates, weights
 from swinv2_moe.start.defaults import choose
-from swinv2_moe.start.frozen import pretrained
+from swinv2_moe.start.frozen import start_from_probe
 from swinv2_moe.start.initial import settings_of_weights
 from swinv2_moe.start.rates import FACTORS, decide_rate
 from swinv2_moe.start.trial import Times
@@ -188,7 +188,7 @@ def test_the_weights_of_a_package(monkeypatch, tmp_path, make_config):
     config = make_config(tmp_path / "run", keys)
     check_training(config, None)
     sections = all_sections(config)
-    model = pretrained(sections, load_sources(sections.data), ALONE).eval()
+    model = start_from_probe(sections, load_sources(sections.data), ALONE)[0].eval()
     images = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
         expected = network.eval().forward_features(images)
@@ -207,7 +207,7 @@ def test_the_rate_of_the_lowest_loss(make_config, tmp_path, monkeypatch):
     """A rate that the user has set stays, and what does not fit into the time is not tried."""
     sections = all_sections(make_config(tmp_path, {"TRAIN.BASE_LR": 1e-3, "TRAIN.MIN_LR": 1e-5}))
     sources = load_sources(sections.data)
-    model = pretrained(sections, sources, ALONE)
+    model, _ = start_from_probe(sections, sources, ALONE)
     tried = []
 
     def loss_after(train, *_) -> float:
@@ -240,7 +240,7 @@ def test_brief_trainings_begin_from_the_same_weights(make_config, tmp_path):
     keys |= {"MODEL.SWINV2.DEPTHS": [1, 1, 1], "MODEL.DROP_PATH_RATE": 0.0}
     sections = all_sections(make_config(tmp_path, keys))
     sources = load_sources(sections.data)
-    model = pretrained(sections, sources, ALONE)
+    model, _ = start_from_probe(sections, sources, ALONE)
     _, lines = decide_rate(sections, sources, model, TIMES, 0.0)
     assert len({line.split(": ")[1] for line in lines[1:]}) == 1
 
