@@ -172,7 +172,7 @@ class Experts(nn.Module):
         """
         parameters = self.parameters_by_field
         used = self.averaged(parameters)
-        if not self._copies.active:
+        if self._copies.values is None:
             return used if gather is None else used.map(gather)
         w1 = parameters.w1
         may_pack = not torch.is_grad_enabled()
@@ -258,9 +258,10 @@ class Experts(nn.Module):
         """
         x = x.to(expert_dtype(x))
         config = self.config
+        is_prepared = self._copies.values is not None
         if weights is not None:
             used = weights()
-        elif self._prefers_parameters(x, plan):
+        elif is_prepared and plan is not None and self._prefers_parameters(x, plan):
             used = self.parameters_by_field
         else:
             used = self.weights(x.dtype)
@@ -278,13 +279,9 @@ class Experts(nn.Module):
             casts = self._casts if is_own else None
         return moe_ffn(x, gates, used, plan, *settings, casts=casts)
 
-    def _prefers_parameters(self, x: Tensor, plan: DispatchPlan | None) -> bool:
+    def _prefers_parameters(self, x: Tensor, plan: DispatchPlan) -> bool:
         """Whether `moe_ffn` is faster with the parameters than with prepared weights."""
-        config = self.config
-        if plan is None or not self._copies.active:
-            return False
-        kernel = (config.activation, config.kernels)
-        return prefers_unpacked(x, self.w1, plan, *kernel)
+        return prefers_unpacked(x, self.w1, plan, self.config.activation, self.config.kernels)
 
 
 class SharedExperts(Experts):

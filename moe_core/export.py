@@ -23,7 +23,7 @@ from moe_core.experts import Experts
 from moe_core.layer import MoELayer
 from moe_core.ops.ffn.reference import feed_forward, padded_linear
 from moe_core.ops.soft.reference import soft_combine, soft_dispatch
-from moe_core.routing import as_images, factor_by_image, route, route_by_experts
+from moe_core.routing import as_images, factor_by_image, route_by_experts, route_by_tokens
 
 
 class StandardMoE(nn.Module):
@@ -105,7 +105,7 @@ class StandardMoE(nn.Module):
         """tokens [T, M], logits [T, E] -> [T, M]."""
         config = self.config
         top_k = min(config.top_k, config.num_experts)
-        routing = route(logits, config, top_k, training=False, balance=self.balance)
+        routing = route_by_tokens(logits, config, top_k, training=False, balance=self.balance)
         capacity = expert_capacity(
             tokens.shape[0], config.num_experts, top_k, config.capacity_factor
         )

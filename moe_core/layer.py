@@ -2,22 +2,15 @@
 
 # T tokens, E experts, K top-k, N kept rows, M model dim
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_core.balance import BalanceBias
-from moe_core.call import (
-    CallOptions,
-    check_devices,
-    check_has_capacity,
-    check_numbers,
-    check_tensors,
-    positions_of,
-    strategy_in_evaluation,
-)
 from moe_core.capacity import (
     RoutingStats,
     expert_capacity,
@@ -27,13 +20,13 @@ from moe_core.capacity import (
 from moe_core.config import MoEConfig
 from moe_core.context import expert_input, in_backward, in_transform
 from moe_core.experts import Experts, SharedExperts
-from moe_core.ops import DispatchPlan, make_plan
+from moe_core.ops import DispatchPlan, chosen, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.exchange import Choices, Exchange, make_exchange, try_experts
 from moe_core.parallel.search import Trial
 from moe_core.router import make_router
-from moe_core.routing import ROUTINGS, Routed, Routing, expert_logits
+from moe_core.routing import ROUTINGS, CallOptions, Routing, expert_logits
 from moe_core.torch_tools import (
     HasExperts,
     after_pass,
@@ -246,18 +239,20 @@ class MoELayer(HasExperts):
         call = self._resolve(x, *options)
         if self.group.num_ranks > 1:
             before_pass(self)
-        routed = self.routing.route(x, call)
-        routing, top_k = routed.routing, routed.top_k
-        inputs = expert_input(routed.inputs, self.group.size)  # [N, M]
+        routing = self.routing.route(x, call)
+        assert routing.inputs is not None
+        inputs = expert_input(routing.inputs, self.group.size)  # [N, M]
         exchange, trial, layer_call = call.exchange, None, None
         if self.group.size > 1:
             layer_call = LayerCall(self.group.calls, self)
         if exchange is None:
-            exchange, trial = self._choose(inputs, routed, layer_call)
+            exchange, trial = self._choose(inputs, routing, layer_call)
 
         if trial is not None:
             inputs = trial.begin(inputs)
-        agreement = exchange.agree(routing.expert_ids, top_k, routed.capacity_factor, layer_call)
+        agreement = exchange.agree(
+            routing.expert_ids, routing.top_k, routing.capacity_factor, layer_call
+        )
         priority = routing.priority
         if agreement.capacity is None:
             priority = None  # no choice is dropped, so no token comes first
@@ -266,9 +261,9 @@ class MoELayer(HasExperts):
             self.config.num_experts,
             agreement.capacity,
             priority,
-            self.config.kernels,
+            call.kernels,
         )
-        self._keep_statistics(routing, plan, top_k)
+        self._keep_statistics(routing, plan)
         choices = Choices(routing.gates, plan, agreement)
         y = exchange(self.experts, inputs, choices)  # [N, M]
         if trial is not None:
@@ -276,8 +271,8 @@ class MoELayer(HasExperts):
         if self.group.num_ranks > 1:
             after_pass(self)
 
-        if routed.combine is not None:
-            y = routed.combine(y)  # [T, M]
+        if routing.combine is not None:
+            y = routing.combine(y)  # [T, M]
         y = y.to(x.dtype)
         if self.shared is not None:
             shared = self.shared(x.reshape(-1, self.config.model_dim))
@@ -326,6 +321,7 @@ class MoELayer(HasExperts):
             self.balance,
             batch_prioritized,
             self.training,
+            chosen(config.kernels, x),
         )
 
     def _check_ranks(self, x: Tensor) -> None:
@@ -365,13 +361,13 @@ class MoELayer(HasExperts):
         return self._exchanges[strategy]
 
     def _choose(
-        self, tokens: Tensor, routed: Routed, layer_call: LayerCall | None
+        self, tokens: Tensor, routing: Routing, layer_call: LayerCall | None
     ) -> tuple[Exchange, Trial | None]:
         """The exchange that the tuner of the group chooses, and its trial if the call is one.
 
         It tries strategies in training with gradients, and in evaluation without gradients.
         """
-        top_k, factor = routed.top_k, routed.capacity_factor
+        top_k, factor = routing.top_k, routing.capacity_factor
         assert not isinstance(factor, Tensor), "over several ranks it is a number"
         most_tokens = self.group.most_tokens(tokens.shape[0], tokens.device, layer_call)
         # Without a capacity limit (0) the key contains the mean load of an expert.
@@ -389,7 +385,7 @@ class MoELayer(HasExperts):
         assert exchange is not None
         return exchange, trial
 
-    def _keep_statistics(self, routing: Routing, plan: DispatchPlan, top_k: int) -> None:
+    def _keep_statistics(self, routing: Routing, plan: DispatchPlan) -> None:
         """Keep the inputs of `last_routing`.
 
         A backward pass that recomputes activations does not replace those of a later pass."""
@@ -399,7 +395,7 @@ class MoELayer(HasExperts):
             self._last = None
             return
         counts, kept = self.routing.counts_and_kept(plan)
-        self._last = (routing.probs.detach(), counts, kept, top_k)
+        self._last = (routing.probs.detach(), counts, kept, routing.top_k)
 
 
 def _reset(module: nn.Module) -> None:
@@ -410,3 +406,93 @@ def _reset(module: nn.Module) -> None:
         return
     for child in module.children():
         _reset(child)
+
+
+# Checks of the arguments. They are the same on every rank, before the first collective.
+
+
+def check_tensors(x: Tensor, mask: Tensor | None) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, not {type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError("x is 0-d, its last dim must be the layer's model_dim")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, it must be floating-point")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a tensor, not {type(mask).__name__}")
+    if mask.is_floating_point():  # an additive mask keeps the positions that are 0
+        raise ValueError(f"mask has dtype {mask.dtype}, it must be bool")
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(f"mask has shape {list(mask.shape)}, the tokens of x {list(x.shape[:-1])}")
+
+
+def positions_of(mask: Tensor, count: int | None) -> Tensor:
+    """The indices [count] at which `mask` [T] is True, in ascending order.
+
+    Raises:
+        ValueError: `count` is not their number. This is checked on a CPU only, since reading the
+            number would wait for a GPU.
+    """
+    if count is None:
+        return mask.nonzero().squeeze(1)
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        actual = int(mask.count_nonzero())
+        if actual != count:
+            raise ValueError(f"num_tokens is {count}, mask has {actual} True values")
+    return mask.nonzero_static(size=count).squeeze(1)
+
+
+def check_numbers(
+    x: Tensor, top_k: int, capacity_factor: float | Tensor, config: MoEConfig, group_size: int
+) -> None:
+    """Raise ValueError for numbers that a layer over `group_size` ranks cannot use."""
+    if x.shape[-1] != config.model_dim:
+        raise ValueError(
+            f"x has {x.shape[-1]} channels, the layer's model_dim is {config.model_dim}"
+        )
+    if top_k < 1:
+        raise ValueError(f"top_k ({top_k}) must be at least 1")
+    if isinstance(capacity_factor, Tensor):
+        if group_size > 1:
+            raise ValueError(
+                f"capacity_factor is a tensor, over {group_size} ranks it must be a number"
+            )
+        return
+    if capacity_factor == 0 and config.routing == "expert_choice":
+        raise ValueError(
+            "capacity_factor (0) must not be 0 with expert choice: it says how many tokens an"
+            " expert chooses"
+        )
+    # torch.compile cannot trace math.isfinite of a value that changes between calls.
+    if not abs(capacity_factor) < math.inf:
+        raise ValueError(f"capacity_factor ({capacity_factor}) must be finite; 0 is dropless")
+
+
+def check_has_capacity(capacity_factor: float | Tensor, config: MoEConfig) -> None:
+    """Raise ValueError for a static exchange without a capacity."""
+    is_dropless = not isinstance(capacity_factor, Tensor) and capacity_factor == 0
+    if is_dropless and config.routing != "soft":
+        raise ValueError(
+            "capacity_factor (0) must not be 0 with exchange 'static', which sends as many rows as"
+            " the capacity"
+        )
+
+
+def check_devices(layer: nn.Module, x: Tensor) -> None:
+    """Raise ValueError if a parameter is on another device than x."""
+    for name, parameter in layer.named_parameters():
+        if parameter.device != x.device:
+            raise ValueError(f"x is on {x.device}, the layer's {name} on {parameter.device}")
+
+
+def strategy_in_evaluation(
+    strategy: ParallelStrategy | str, capacity_factor: float
+) -> ParallelStrategy | str:
+    """The configured strategy in evaluation: without a capacity a static one counts its rows."""
+    if not isinstance(strategy, ParallelStrategy) or strategy.exchange != "static":
+        return strategy
+    if capacity_factor != 0:
+        return strategy
+    return replace(strategy, exchange="counted", all_to_all="linear")

@@ -36,15 +36,15 @@ def prepared(model: nn.Module) -> Iterator[None]:
     """
     attributes = (value for module in model.modules() for value in vars(module).values())
     caches = [
-        value for value in attributes if isinstance(value, PreparedValue) and not value.active
+        value for value in attributes if isinstance(value, PreparedValue) and value.values is None
     ]
     for cache in caches:
-        cache.start()
+        cache.values = {}
     try:
         yield
     finally:
         for cache in caches:
-            cache.stop()
+            cache.values = None
 
 
 class PreparedValue(Generic[Value]):
@@ -55,18 +55,7 @@ class PreparedValue(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Value] | None = None  # None outside of `prepared`
-
-    @property
-    def active(self) -> bool:
-        """Whether values are cached now."""
-        return self._values is not None
-
-    def start(self) -> None:
-        self._values = {}
-
-    def stop(self) -> None:
-        self._values = None
+        self.values: dict[Hashable, Value] | None = None  # None outside of `prepared`
 
     def get(
         self, sources: Iterable[Tensor], key: Hashable, compute: Callable[[], Value]
@@ -77,7 +66,7 @@ class PreparedValue(Generic[Value]):
         a tensor in `sources` needs a gradient. `sources` are the tensors that the value depends on.
         A compiled pass reads values that earlier passes without compilation cached. It adds none.
         """
-        values = self._values  # read once: another thread may end the context
+        values = self.values  # read once: another thread may end the context
         if values is None:
             return None
         import torch

@@ -1,7 +1,8 @@
 """Routing: which experts process which tokens, with which gate values, and the auxiliary loss.
 
 There are three kinds, by the router's `routing`: TokenChoice, ExpertChoice and SoftRouting. Each is
-a class with the method `route`, from the layer's input to what the experts see.
+a class with the method `route`, from the layer's input to what the experts see and how their
+results become the output.
 """
 
 # B images, N tokens of an image, T = B N tokens, E experts, K top-k, S slots of an image, M model
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from moe_core import ops
 from moe_core.balance import BalanceBias
-from moe_core.call import CallOptions
 from moe_core.config import MoEConfig
 from moe_core.context import expert_dtype, without_autocast
 from moe_core.losses import RoutingScores, auxiliary_loss, expert_sums
 from moe_core.ops import (
     DispatchPlan,
+    Kernels,
     LinearLogits,
     RouteSettings,
     soft_combine,
@@ -29,11 +30,31 @@ from moe_core.ops import (
 )
 from moe_core.ops.route.reference import add_noise, gate_scores, gates_of, largest
 from moe_core.parallel import ExpertGroup
+from moe_core.parallel.exchange import Exchange
 from moe_core.router import LinearRouter
 
 
+class CallOptions(NamedTuple):
+    """The options of one call of a layer, and the layer's parts that route it. None of them is
+    open."""
+
+    config: MoEConfig
+    top_k: int
+    capacity_factor: float | Tensor
+    exchange: Exchange | None  # None: the tuner chooses
+    router: nn.Module
+    balance: BalanceBias | None
+    batch_prioritized: bool
+    training: bool
+    kernels: Kernels
+
+
 class Routing(NamedTuple):
-    """The experts and gate values of every token; `expert_ids[:, 0]` is the first choice."""
+    """The experts and gate values of every token; `expert_ids[:, 0]` is the first choice.
+
+    In Soft MoE the tokens are slots. The last four fields are added by `TokenChoice.route` and its
+    like, for the layer.
+    """
 
     expert_ids: Tensor  # [T, K] int64
     gates: Tensor  # [T, K] gate values, differentiable
@@ -43,16 +64,9 @@ class Routing(NamedTuple):
     priority: Tensor | None = None
     # [T, M] the tokens in the dtype of the experts; None: not cast yet
     inputs: Tensor | None = None
-
-
-class Routed(NamedTuple):
-    """What the experts see, and how their results become the layer's output."""
-
-    inputs: Tensor  # [N, M] tokens or slots
-    routing: Routing
-    top_k: int
-    capacity_factor: float | Tensor
-    # from the sums of the experts' results [N, M] to [T, M]; None: they are the output
+    top_k: int = 0  # experts per token, from which the capacity follows
+    capacity_factor: float | Tensor = 0.0
+    # from the sums of the experts' results [T, M] to the layer's output; None: they are the output
     combine: Callable[[Tensor], Tensor] | None = None
 
 
@@ -65,7 +79,7 @@ class TokenChoice:
     def __init__(self, group: ExpertGroup) -> None:
         self.group = group
 
-    def route(self, x: Tensor, call: CallOptions) -> Routed:
+    def route(self, x: Tensor, call: CallOptions) -> Routing:
         """Route x [..., M]."""
         config = call.config
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
@@ -74,14 +88,16 @@ class TokenChoice:
             reduce = self.group.sum
         logits = logits_of(call.router, tokens, config)
         with without_autocast(tokens):
-            routing = route(logits, config, call.top_k, call.training, reduce, call.balance)
-        may_drop = isinstance(call.capacity_factor, Tensor) or call.capacity_factor != 0
-        if call.batch_prioritized and may_drop:
-            routing = routing._replace(priority=routing.probs.detach().amax(1))
-        inputs = tokens
-        if routing.inputs is not None:
-            inputs = routing.inputs
-        return Routed(inputs, routing, call.top_k, call.capacity_factor)
+            routing = route_by_tokens(
+                logits, config, call.top_k, call.training, reduce, call.balance, call.kernels
+            )
+        factor, priority = call.capacity_factor, None
+        if call.batch_prioritized and (isinstance(factor, Tensor) or factor != 0):
+            priority = routing.probs.detach().amax(1)
+        inputs = tokens if routing.inputs is None else routing.inputs
+        return routing._replace(
+            inputs=inputs, priority=priority, top_k=call.top_k, capacity_factor=factor
+        )
 
     def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
         """For statistics, the number of choices of each expert [E], and a mask of the kept choices
@@ -98,7 +114,7 @@ class ExpertChoice(TokenChoice):
     Source: Mixture-of-Experts with Expert Choice Routing, arXiv 2202.09368, section 3.2.
     """
 
-    def route(self, x: Tensor, call: CallOptions) -> Routed:
+    def route(self, x: Tensor, call: CallOptions) -> Routing:
         config = call.config
         num_images = as_images(x).shape[0]
         tokens = x.reshape(-1, config.model_dim)  # [T, M]
@@ -109,7 +125,7 @@ class ExpertChoice(TokenChoice):
         logits = router_logits(call.router, tokens)
         with without_autocast(tokens):
             routing = route_by_experts(logits, config, num_images, call.training)
-        return Routed(tokens, routing, call.top_k, factor)
+        return routing._replace(inputs=tokens, top_k=call.top_k, capacity_factor=factor)
 
     def counts_and_kept(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
         """As TokenChoice. The mask is [T, 1]: whether at least one expert chose the token."""
@@ -133,7 +149,7 @@ class SoftRouting(TokenChoice):
     Source: Soft MoE, arXiv 2308.00951, section 2.
     """
 
-    def route(self, x: Tensor, call: CallOptions) -> Routed:
+    def route(self, x: Tensor, call: CallOptions) -> Routing:
         tokens = as_images(x)  # [B, N, M]
         logits = router_logits(call.router, tokens.flatten(0, 1))  # [T, S]
         check_slots(logits, call.config)
@@ -144,7 +160,9 @@ class SoftRouting(TokenChoice):
         def mix(y: Tensor) -> Tensor:
             return soft_combine(y.view_as(slots), logits).flatten(0, 1)
 
-        return Routed(slots.flatten(0, 1), routing, 1, 1.0, mix)
+        return routing._replace(
+            inputs=slots.flatten(0, 1), top_k=1, capacity_factor=1.0, combine=mix
+        )
 
 
 ROUTINGS = {"token_choice": TokenChoice, "expert_choice": ExpertChoice, "soft": SoftRouting}
@@ -203,13 +221,14 @@ def _draw_noise(logits: Tensor | LinearLogits, config: MoEConfig) -> tuple[Tenso
 # --- tokens choose
 
 
-def route(
+def route_by_tokens(
     logits: Tensor | LinearLogits,
     config: MoEConfig,
     top_k: int,
     training: bool,
     reduce: Callable[[Tensor], Tensor] | None = None,
     balance: BalanceBias | None = None,
+    kernels: Kernels | None = None,
 ) -> Routing:
     """Choose `top_k` experts for every token from its logits [T, E].
 
@@ -221,6 +240,7 @@ def route(
             `losses.auxiliary_loss`).
         balance: biases for the choice, which replace the auxiliary loss. In training it counts the
             choices.
+        kernels: those chosen before; None: by the name in the configuration.
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
@@ -245,7 +265,7 @@ def route(
         config.kernels,
         config.gate_activation,
     )
-    routed = ops.route(logits, noise, settings)
+    routed = ops.route(logits, noise, settings, kernels)
     gates, ids, probs, sums = routed.gates, routed.ids, routed.probs, routed.sums
     num_tokens = probs.shape[0]
     if routed.logits is None:

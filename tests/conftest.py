@@ -111,7 +111,7 @@ def choose_again(monkeypatch):
 
     def forget() -> None:
         library.chosen.cache_clear()
-        backend.selected.cache_clear()
+        backend.language.cache_clear()
 
     yield forget
     monkeypatch.undo()

@@ -130,11 +130,8 @@ TRAINING = RUNS + PICTURES + ["swinv2_moe.start", "swinv2_moe.train"]
 
 ALLOWED = {
     "moe_core": ["moe_core"],  # modules that use the layer: training, checkpoint, __init__
-    "moe_core.layer": BASICS
-    + PARTS
-    + ["moe_core.call", "moe_core.routing", "moe_core.torch_tools"],
-    "moe_core.routing": BASICS + PARTS + ["moe_core.call"],
-    "moe_core.call": BASICS + PARTS,
+    "moe_core.layer": BASICS + PARTS + ["moe_core.routing", "moe_core.torch_tools"],
+    "moe_core.routing": BASICS + PARTS,
     "moe_core.parallel": BASICS + ["moe_core.experts"],
     "swinv2_moe": ["moe_core", "swinv2_moe"],
     "swinv2_moe.output": [],

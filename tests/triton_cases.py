@@ -183,8 +183,8 @@ def triton_on_cpu(monkeypatch) -> Iterator[None]:
 
     monkeypatch.setattr(backend, "_triton_obstacle", lambda device: None)
     monkeypatch.setattr(ffn, "_shared_memory", lambda tokens: 232448)
-    backend.selected.cache_clear()
+    backend.language.cache_clear()
     try:
         yield
     finally:
-        backend.selected.cache_clear()
+        backend.language.cache_clear()

@@ -165,7 +165,7 @@ def _check_offers(ranks: Ranks, offers: Sequence[_Offer]) -> None:
         if offer.request != offers[0].request:
             raise ValueError(
                 f"rank 0 asks for {offers[0].request} and rank {rank} for {offer.request}: all"
-                " ranks of a group must run the same plan"
+                " ranks of a group must make the same buffers"
             )
 
 

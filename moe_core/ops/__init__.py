@@ -1,9 +1,9 @@
 """The operations of an MoE layer. Each folder has a specification, fast implementations and the op.
 
-An implementation is called a form. `backend` has the table of forms and selects one for each call.
+An implementation is called a form. `backend.chosen` chooses their language once for each pass.
 """
 
-from moe_core.ops.backend import check_kernels
+from moe_core.ops.backend import Kernels, check_kernels, chosen
 from moe_core.ops.buffers import empty, release_buffers
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.ffn.inputs import ExpertWeights
@@ -18,16 +18,19 @@ from moe_core.ops.ffn.op import (
 )
 from moe_core.ops.native.instruction_sets import cpu_computes_in
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan, make_plan
-from moe_core.ops.route.op import LinearLogits, RouteSettings, loss_of_sums, route
+from moe_core.ops.route.inputs import RouteSettings
+from moe_core.ops.route.op import LinearLogits, loss_of_sums, route
 from moe_core.ops.soft.op import soft_combine, soft_dispatch
 
 __all__ = [
     "DispatchPlan",
     "ExpertWeights",
+    "Kernels",
     "LinearLogits",
     "RouteSettings",
     "casts_weights",
     "check_kernels",
+    "chosen",
     "combine",
     "cpu_computes_in",
     "dispatch",

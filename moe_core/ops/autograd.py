@@ -202,15 +202,20 @@ _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     str: "str",
+    int: "int",
     float: "float",
     bool: "bool",
 }
 
 
-def schema_of(inputs_type: type) -> str:
-    """The arguments of an op, which are the fields of a named tuple, for torch.library."""
+def schema_of(inputs_type: type, prefix: str = "") -> str:
+    """The arguments of an op, which are the fields of a named tuple, for torch.library.
+
+    Args:
+        prefix: begins their names.
+    """
     hints = get_type_hints(inputs_type)
-    return ", ".join(f"{_TYPES[hint]} {name}" for name, hint in hints.items())
+    return ", ".join(f"{_TYPES[hint]} {prefix}{name}" for name, hint in hints.items())
 
 
 def empty_gradients(grad: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""Selects the form of an operation: Triton, C++ or torch.
+"""Chooses the kernels of a pass: Triton, C++ or torch.
 
-The table `FORMS` lists the forms of each operation. `_languages` has the languages of a device in
-order of preference. The first form that is available there and supports the arguments runs. The
-torch form supports everything. The logger "moe_core" logs the available languages once.
+An implementation of an operation is called a form: a module of the operation's folder, `triton`,
+`cpp` or `reference`. `chosen` chooses the language for a name of KERNELS and a device. An operation
+uses its form in that language if it supports the arguments, otherwise the torch form, which
+supports everything. The logger "moe_core" logs the available languages once.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_core.context import in_transform
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.options import CPU_KERNELS, KERNELS
@@ -26,119 +28,83 @@ from moe_core.options import CPU_KERNELS, KERNELS
 KERNEL_ACTIVATIONS = ("gelu", "relu", "silu", "clamped_swiglu")
 # The auxiliary losses whose sums the Triton router computes. The index is the number in the kernel.
 KERNEL_LOSSES = ("none", "gshard", "load_importance", "load_importance_tutel")
-_HALVES_AND_FP32 = (torch.bfloat16, torch.float16, torch.float32)
-_FP32_AND_BF16 = (torch.float32, torch.bfloat16)
 _log = logging.getLogger("moe_core")
 
 
-class Request(NamedTuple):
-    """The properties of a call that decide which form runs."""
-
-    kernels: str  # one of KERNELS
-    device: str  # device type
-    dtype: torch.dtype  # of the tokens, rows or logits
-    weight_dtype: torch.dtype | None = None
-    gate_dtype: torch.dtype | None = None
-    activation: str | None = None
-
-
-class Form(NamedTuple):
-    """One implementation of an operation."""
+class Kernels(NamedTuple):
+    """The kernels of one pass on one device."""
 
     language: str  # "triton", "cpp" or "torch"
-    module: str  # relative to moe_core.ops; imported when it is first used
-    supports: Callable[[Request], bool]
+    name: str  # one of KERNELS, for the instructions of C++
 
 
-def _everything(request: Request) -> bool:
-    return True
+def chosen(kernels: str | Kernels, x: Tensor) -> Kernels:
+    """The kernels that compute with x. A layer chooses them once in a pass, for all operations.
 
+    Args:
+        kernels: the result of an earlier call, or a name.
 
-def _triton_ffn(request: Request) -> bool:
-    return request.activation in KERNEL_ACTIVATIONS and request.dtype in _HALVES_AND_FP32
+            - "auto" allows Triton on a CUDA device where it works, C++ on a CPU, and torch.
+            - "triton" allows Triton and torch.
+            - "torch" allows only torch.
+            - A name in CPU_KERNELS makes the experts' products on a CPU use these instructions. On
+              another device it is the same as "auto".
 
-
-def _cpp_ffn(request: Request) -> bool:
-    if request.activation not in KERNEL_ACTIVATIONS or request.dtype not in _FP32_AND_BF16:
-        return False
-    packed = library.packed_dtype(request.dtype, request.kernels)
-    return request.weight_dtype in (*_FP32_AND_BF16, packed)
-
-
-def _in_fp32(request: Request) -> bool:
-    return request.dtype == torch.float32
-
-
-def _cpp_rows(request: Request) -> bool:
-    return request.dtype in _FP32_AND_BF16 and request.gate_dtype in (None, torch.float32)
-
-
-FORMS = {
-    "route": (
-        Form("triton", "route.triton", _everything),
-        Form("cpp", "route.cpp", _in_fp32),
-        Form("torch", "route.reference", _everything),
-    ),
-    "plan": (
-        Form("triton", "plan.triton", _everything),
-        Form("cpp", "plan.cpp", _everything),
-        Form("torch", "plan.reference", _everything),
-    ),
-    "combine": (  # dispatch of tokens to rows, and their sums
-        Form("triton", "combine.triton", _everything),
-        Form("cpp", "combine.cpp", _cpp_rows),
-        Form("torch", "combine.reference", _everything),
-    ),
-    "ffn": (  # with dispatch and combine, but in torch
-        Form("triton", "ffn.triton", _triton_ffn),
-        Form("cpp", "ffn.cpp", _cpp_ffn),
-        Form("torch", "ffn.reference", _everything),
-    ),
-}
-
-
-def select(operation: str, request: Request) -> str:
-    """The module of the form that runs. Pass it to `load`.
-
-    `request.kernels` limits the choice:
-
-    - "auto" allows Triton on a CUDA device where it works, C++ on a CPU, and torch.
-    - "triton" allows Triton and torch.
-    - "torch" allows only torch.
-    - A name in CPU_KERNELS makes the experts' products on a CPU use these instructions. On another
-      device it is the same as "auto".
-
-    With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU. On a CPU "auto"
-    does not select the interpreter.
+            With TRITON_INTERPRET=1 Triton's interpreter runs the kernels, also on a CPU. On a CPU
+            "auto" does not select the interpreter. In a torch.func transform or a level of
+            forward-mode differentiation torch computes.
 
     Raises:
         ValueError: `kernels` has another value; it is "triton" but Triton cannot run; or it names
             instructions that this CPU lacks or whose kernels do not compile or load.
     """
+    if isinstance(kernels, Kernels):
+        return kernels
+    if in_transform(x):
+        return Kernels("torch", kernels)
     if torch.compiler.is_compiling():
-        return _constant_form(operation, *request)
-    return selected(operation, request)
+        return Kernels(_constant_language(kernels, x.device.type), kernels)
+    return Kernels(language(kernels, x.device.type), kernels)
 
 
-# torch.compile cannot trace logging and imports, so the result is a constant for it. It passes the
-# fields one by one: torch 2.14 gives such a function an empty tuple in place of a named one.
-@torch.compiler.assume_constant_result
-def _constant_form(operation: str, *fields) -> str:
-    return selected(operation, Request(*fields))
+@torch.compiler.assume_constant_result  # torch.compile cannot trace logging and imports
+def _constant_language(kernels: str, device: str) -> str:
+    return language(kernels, device)
 
 
-# Chosen once for each request; a call that failed is tried again. Beyond its limit of
+# Chosen once for each device; a call that failed is tried again. Beyond its limit of
 # recompilations torch.compile runs the layer without tracing it, and would compile the functions
 # that the layer calls, this one too.
 @functools.cache
 @torch.compiler.disable
-def selected(operation: str, request: Request) -> str:
-    """The module of the form that runs; outside of torch.compile."""
-    for language in _languages(request.kernels, request.device):
-        for form in FORMS[operation]:
-            if form.language == language and form.supports(request):
-                return form.module
-    raise AssertionError(f"{operation} has no torch form")
+def language(kernels: str, device: str) -> str:
+    """The language of the kernels on a device of this type; outside of torch.compile."""
+    check_kernels(kernels, device)
+    if device == "meta":  # all forms return the same shapes
+        return "torch"
+    if kernels == "torch":
+        _log_once(f"torch on {device}")
+        return "torch"
+    if kernels in CPU_KERNELS and device != "cpu":
+        return language("auto", device)
+    if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
+        description = library.description(kernels)
+        if not description:  # the CPU is not known, or no library loads
+            _log_once("torch on cpu")
+            return "torch"
+        _log_once(f"{description} and torch on cpu")
+        return "cpp"
+    if kernels == "auto" and device != "cuda":
+        _log_once(f"torch on {device}")
+        return "torch"
+    if os.environ.get("MOE_CORE_VERIFY", "0") != "0":
+        _log_once("MOE_CORE_VERIFY has no effect; `python -m moe_core.ops.verify` checks kernels")
+    obstacle = _triton_obstacle(device)
+    if obstacle is None:
+        _log_once(f"{_triton_name()} on {device}")
+        return "triton"
+    _log_once(f"torch on {device}, since Triton cannot run there: {obstacle}", logging.WARNING)
+    return "torch"
 
 
 def check_kernels(kernels: str, device: str) -> None:
@@ -154,9 +120,10 @@ def check_kernels(kernels: str, device: str) -> None:
 
 
 @functools.cache
-def load(module: str) -> ModuleType:
-    """Import the module that `select` returned."""
-    return importlib.import_module(f"moe_core.ops.{module}")
+def load(operation: str, language: str) -> ModuleType:
+    """The form of an operation, such as "route", in a language."""
+    form = "reference" if language == "torch" else language
+    return importlib.import_module(f"moe_core.ops.{operation}.{form}")
 
 
 _NO_CHANGE: AbstractContextManager = nullcontext()
@@ -179,36 +146,6 @@ def on_its_device(launcher: Callable) -> Callable:
             return launcher(first, *others)
 
     return launch
-
-
-def _languages(kernels: str, device: str) -> tuple[str, ...]:
-    """The languages whose forms may run on a device of this type, in order of preference."""
-    check_kernels(kernels, device)
-    if device == "meta":  # all forms return the same shapes
-        return ("torch",)
-    if kernels == "torch":
-        _log_once(f"torch on {device}")
-        return ("torch",)
-    if kernels in CPU_KERNELS and device != "cpu":
-        return _languages("auto", device)
-    if kernels in ("auto", *CPU_KERNELS) and device == "cpu":
-        description = library.description(kernels)
-        if not description:  # the CPU is not known, or no library loads
-            _log_once("torch on cpu")
-            return ("torch",)
-        _log_once(f"{description} and torch on cpu")
-        return ("cpp", "torch")
-    if kernels == "auto" and device != "cuda":
-        _log_once(f"torch on {device}")
-        return ("torch",)
-    if os.environ.get("MOE_CORE_VERIFY", "0") != "0":
-        _log_once("MOE_CORE_VERIFY has no effect; `python -m moe_core.ops.verify` checks kernels")
-    obstacle = _triton_obstacle(device)
-    if obstacle is None:
-        _log_once(f"{_triton_name()} on {device}")
-        return ("triton", "torch")
-    _log_once(f"torch on {device}, since Triton cannot run there: {obstacle}", logging.WARNING)
-    return ("torch",)
 
 
 def _why_no_library(kernels: str) -> str:

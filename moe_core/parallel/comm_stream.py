@@ -4,6 +4,7 @@ For CPU tensors it runs on threads, for GPU tensors on side streams.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -11,6 +12,8 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moe_core.context import first_derivative_only
 
 Tensors = tuple[Tensor, ...]
 Work = Callable[..., Tensors]
@@ -135,3 +138,54 @@ def _serve(queue: SimpleQueue, failure: _Failure) -> None:
         # An idle thread must not keep tensors alive.
         results = None
         del future, function, tensors
+
+
+class PendingWork(ABC):
+    """Communication between two autograd nodes, `depart` and `arrive`, and that of its gradients.
+
+    Work between the nodes overlaps with it, in the backward pass too: autograd runs the latest node
+    first. So it starts to send the gradients at `arrive`, and waits for them at `depart`.
+    """
+
+    @abstractmethod
+    def start(self, tensors: Tensors, gradient: bool) -> None:
+        """Start the communication of the arguments of `depart` or, with `gradient`, of the
+        gradients of the results of `arrive`."""
+
+    @abstractmethod
+    def finish(self, gradient: bool) -> Tensors:
+        """Wait for the results."""
+
+    def depart(self, *tensors: Tensor) -> Tensor:
+        """Start. Returns an empty tensor, the argument of `arrive`."""
+        return _Depart.apply(self, *tensors)
+
+    def arrive(self, token: Tensor) -> Tensors:
+        """Wait for the results."""
+        return _Arrive.apply(token, self)
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, work, *tensors):
+        ctx.work = work
+        work.start(tensors, gradient=False)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, token_grad):
+        return (None, *ctx.work.finish(gradient=True))
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token, work):
+        ctx.work = work
+        return work.finish(gradient=False)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, *grads):
+        ctx.work.start(grads, gradient=True)
+        return grads[0].new_empty(0), None

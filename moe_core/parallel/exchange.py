@@ -334,10 +334,11 @@ class Exchanged(Exchange):
             sent.append(pending.depart(chunk_rows))
         returned = []
         for i, chunk in enumerate(chunks):
-            arrived = dispatches[i].arrive(sent[i])
+            (arrived,) = dispatches[i].arrive(sent[i])
             results = experts(arrived, chunk.by_expert)
             returned.append(returns[i].depart(results))
-        outputs = [pending.arrive(token) for pending, token in zip(returns, returned, strict=True)]
+        pairs = zip(returns, returned, strict=True)
+        outputs = [pending.arrive(token)[0] for pending, token in pairs]
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs)

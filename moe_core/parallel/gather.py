@@ -7,7 +7,7 @@ gradients then overlaps with the backward pass of the previous layer.
 
 # W ranks, E experts, M model dim
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ from moe_core.context import expert_dtype, first_derivative_only, in_backward
 from moe_core.experts import Experts
 from moe_core.ops import ExpertWeights
 from moe_core.parallel.calls import LayerCall
-from moe_core.parallel.comm_stream import Wait
+from moe_core.parallel.comm_stream import PendingWork, Wait
 from moe_core.parallel.groups import ExpertGroup, RankSubset
 
 
@@ -168,7 +168,7 @@ class GatherAhead:
         if pending is None:
             return None
         self._begin_next()
-        weights = pending.finish(call)
+        weights = pending.weights(call)
         if pending.dtype != dtype:
             return None
         if call is not None:
@@ -197,13 +197,8 @@ def weights_ahead(
         group.take_gathered = None
 
 
-class PendingWeights:
-    """An asynchronous gather of a layer's weights from all ranks.
-
-    It consists of two autograd nodes: one starts the gather, the other waits for it. The backward
-    pass runs the latest node first. So it starts the reduction of the gradients at the second node,
-    and waits for it at the first, after the work between the two nodes.
-    """
+class PendingWeights(PendingWork):
+    """An asynchronous gather of a layer's weights from all ranks."""
 
     def __init__(
         self, experts: Experts, group: ExpertGroup, dtype: torch.dtype | None = None
@@ -216,70 +211,38 @@ class PendingWeights:
         self._parameters = self._fields.tensors()
         self._wait: Wait | None = None
         self._call: LayerCall | None = None
-        self._token = _Begin.apply(self, *self._parameters)
+        self._token = self.depart(*self._parameters)
 
-    def finish(self, call: LayerCall | None = None) -> ExpertWeights:
+    def weights(self, call: LayerCall | None = None) -> ExpertWeights:
         """Wait for the weights of all experts. `call` records that the backward pass starts."""
         self._call = call
-        return self._fields.with_tensors(list(_Finish.apply(self._token, self)))
+        return self._fields.with_tensors(list(self.arrive(self._token)))
 
-    def start_gather(self) -> None:
-        def run(*parameters: Tensor) -> tuple[Tensor, ...]:
-            gathered = []
-            for parameter in parameters:
-                weights = self._ranks.gather(parameter.to(self.dtype))
-                gathered.append(join(weights, parameter, self._num_experts))
-            return tuple(gathered)
-
-        self._submit(run, self._parameters)
-
-    def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> None:
-        """Start the reduction of the gradients of the gathered weights [E, ...]."""
-        if self._call is not None:
+    def start(self, tensors: tuple[Tensor, ...], gradient: bool) -> None:
+        """Start to gather the parameters, or to sum the gradients of the weights [E, ...]."""
+        if gradient and self._call is not None:
             self._call.begin(backward=True)
 
-        def run(*gradients: Tensor) -> tuple[Tensor, ...]:
-            sums = []
-            for gradient, parameter in zip(gradients, self._parameters, strict=True):
-                rows = gradient.to(parameter.dtype).reshape(-1, *parameter.shape[1:])
-                sums.append(self._ranks.reduce_scatter(rows))
-            return tuple(sums)
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            convert = self._summed if gradient else self._gathered
+            return tuple(map(convert, tensors, self._parameters))
 
-        self._submit(run, gradients)
+        self._wait = self._group.comm_stream.submit(
+            run, *tensors, process_group=self._ranks.process_group
+        )
 
-    def wait(self, operation: str) -> tuple[Tensor, ...]:
+    def finish(self, gradient: bool) -> tuple[Tensor, ...]:
+        operation = "all-gather of expert weights"
+        if gradient:
+            operation = "reduce-scatter of expert gradients"
         wait, self._wait = self._wait, None
         assert wait is not None, "weights arrive once"
         with self._group.ranks.named_errors(operation):
             return wait()
 
-    def _submit(self, run: Callable, tensors: Sequence[Tensor]) -> None:
-        self._wait = self._group.comm_stream.submit(
-            run, *tensors, process_group=self._ranks.process_group
-        )
+    def _gathered(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        return join(self._ranks.gather(tensor.to(self.dtype)), parameter, self._num_experts)
 
-
-class _Begin(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, pending, *parameters):
-        ctx.pending = pending
-        pending.start_gather()
-        return parameters[0].new_empty(0)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, token_grad):
-        return (None, *ctx.pending.wait("reduce-scatter of expert gradients"))
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, token, pending):
-        ctx.pending = pending
-        return pending.wait("all-gather of expert weights")
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, *gradients):
-        ctx.pending.start_reduce_scatter(gradients)
-        return gradients[0].new_empty(0), None
+    def _summed(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        rows = gradient.to(parameter.dtype).reshape(-1, *parameter.shape[1:])
+        return self._ranks.reduce_scatter(rows)

@@ -1,7 +1,7 @@
 """The speed of a rank's processor and links, and the cost of an all-to-all."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,6 @@ class Machine:
     memory: float = math.inf  # bytes
     # time of a reduce-scatter divided by that of an all-gather; gloo sums more than it returns
     reduce_scatter: float = 1.0
-
-    def slowed(self, factor: float) -> "Machine":
-        """The machine with a processor that takes `factor` times as long, and the same links."""
-        return replace(
-            self,
-            flops=self.flops / factor,
-            flops_fp32=self.flops_fp32 / factor,
-            memory_bandwidth=self.memory_bandwidth / factor,
-            kernel_overhead=self.kernel_overhead * factor,
-        )
 
     def rate(self, element_size: int) -> float:
         """FLOP/s of matrix products with elements of `element_size` bytes."""

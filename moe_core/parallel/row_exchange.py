@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_core.context import first_derivative_only
 from moe_core.parallel.algorithm import AllToAll, ExchangeStep, RowCounts
 from moe_core.parallel.calls import LayerCall
-from moe_core.parallel.comm_stream import Wait, Work
+from moe_core.parallel.comm_stream import PendingWork, Wait, Work
 from moe_core.parallel.groups import ExpertGroup, RankSubset
 from moe_core.registry import ALL_TO_ALLS
 
@@ -105,12 +104,8 @@ def _after(wait: Wait, run: Work) -> Work:
     return run_after
 
 
-class PendingExchange:
+class PendingExchange(PendingWork):
     """An asynchronous exchange of rows. The gradient is sent in the opposite direction.
-
-    `depart` and `arrive` are two autograd nodes. Work between them overlaps with the exchange, in
-    the backward pass too: autograd runs the latest node first, so every gradient departs before the
-    first one has to arrive.
 
     Args:
         back: whether the rows return to the ranks that they came from.
@@ -130,49 +125,15 @@ class PendingExchange:
         self._call = call
         self._wait: Callable[[], Tensor] | None = None
 
-    def depart(self, rows: Tensor) -> Tensor:
-        """Start sending the rows. Returns an empty tensor, the argument of `arrive`."""
-        return _Depart.apply(rows, self)
-
-    def arrive(self, token: Tensor) -> Tensor:
-        """Wait for the rows that this rank receives."""
-        return _Arrive.apply(token, self)
-
-    def start(self, rows: Tensor, gradient: bool = False) -> None:
+    def start(self, tensors: tuple[Tensor, ...], gradient: bool) -> None:
         if gradient and self._call is not None:
             self._call.begin(backward=True)
-        self._wait = self._exchange.start(rows, self._counts, self._back != gradient)
+        self._wait = self._exchange.start(tensors[0], self._counts, self._back != gradient)
 
-    def finish(self) -> Tensor:
+    def finish(self, gradient: bool) -> tuple[Tensor, ...]:
         wait, self._wait = self._wait, None
         assert wait is not None, "rows arrive once"
-        return wait()
-
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, pending):
-        ctx.pending = pending
-        pending.start(rows)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, token_grad):
-        return ctx.pending.finish(), None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, token, pending):
-        ctx.pending = pending
-        return pending.finish()
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, grad):
-        ctx.pending.start(grad, gradient=True)
-        return grad.new_empty(0), None
+        return (wait(),)
 
 
 def all_to_all(
@@ -208,7 +169,7 @@ def all_to_all(
     else:
         counts = _exchange_counts(exchange, send, rows.device)
     pending = PendingExchange(exchange, counts)
-    return pending.arrive(pending.depart(rows))
+    return pending.arrive(pending.depart(rows))[0]
 
 
 def _exchange_counts(exchange: RowExchange, send: Sequence[int], device: torch.device) -> RowCounts:

@@ -505,7 +505,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
             file = file / TRUNK
         with safe_open(file, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:
         raise UserError(
             f"checkpoint {checkpoint.directory}: has no classifier ({error})"
         ) from error

@@ -89,7 +89,7 @@ class Rule(NamedTuple):
     """How the value of a key is chosen.
 
     Attributes:
-        policy: the rule in words, for the documentation.
+        policy: the rule in words, which the documentation links to.
         choose: the value, and the reason in a few words; None leaves the key as it is.
     """
 

@@ -51,7 +51,7 @@ def trained_config(name: str) -> tuple[CfgNode, list[str]]:
         raise UserError(f"{where}: no such file or directory")
     try:
         text, class_names = _recorded(path)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, MemoryError) as error:
         raise UserError(f"{where}: cannot be read ({one_line(str(error))})") from error
     if text is None:
         named, _ = described(name)

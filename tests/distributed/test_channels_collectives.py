@@ -3,6 +3,8 @@
 # P ranks
 
 import random
+from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from channel_cases import world
 from torch import Tensor
 
-from moe_core.comm import Collectives
+from moe_core.comm import Collectives, collectives
+from moe_core.parallel import CollectiveError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 CASES = {2: 60, 4: 90, 8: 20}  # by number of ranks; five comparisons each
@@ -94,6 +97,51 @@ def test_results_have_the_bits_of_torch_distributed(run_processes, size):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ten_thousand_results_have_the_bits_of_torch_distributed(run_processes, size):
     run_processes(cases, size, ALL_CASES, seconds=3600)
+
+
+def message(source: int, target: int, turn: int) -> Tensor:
+    """Of 0 to 700 numbers, which every rank can compute."""
+    generator = torch.Generator().manual_seed(1000 * turn + 100 * source + target)
+    length = int(torch.randint(0, 700, (), generator=generator)) * (turn % 3)
+    return torch.randint(0, 100, (length,), generator=generator)
+
+
+def in_pieces(rank: int) -> None:
+    with patch.object(collectives, "piece_bytes", lambda num_ranks: 512):  # 64 numbers
+        of_ranks, size, n = Collectives(world()), world().size, 700
+        for turn in range(9):
+            sent = [message(rank, target, turn) for target in range(size)]
+            expected = [message(source, rank, turn) for source in range(size)]
+            splits = list(map(len, sent)), list(map(len, expected))
+            received = of_ranks.exchange(torch.cat(sent), *splits)
+            assert torch.equal(received, torch.cat(expected))
+        own = torch.arange(size * n).view(size, n)
+        for _ in range(3):
+            summed = of_ranks.reduce_scatter(own * (rank + 1))
+            assert torch.equal(summed, own[rank : rank + 1] * (size * (size + 1) // 2))
+            gathered = of_ranks.all_gather(own[0] * (rank + 1)).view(size, n)
+            assert torch.equal(gathered, own[0] * torch.arange(1, size + 1)[:, None])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_long_messages_arrive_in_pieces(run_processes, size):
+    run_processes(in_pieces, size)
+
+
+def other_lengths(rank: int) -> None:
+    of_ranks = Collectives(world(), timedelta(seconds=1))
+    rows = torch.zeros(4)
+    if rank:
+        of_ranks.exchange(rows, [2, 2], [2, 2])
+        return
+    with pytest.raises(CollectiveError, match=r"expects 4 bytes from rank 1, and 8 came"):
+        of_ranks.exchange(rows, [2, 2], [2, 1])
+    with pytest.raises(CollectiveError, match=r"out of step since: all-to-all: rank 0 expects"):
+        of_ranks.exchange(rows, [2, 2], [2, 2])
+
+
+def test_messages_of_other_lengths_get_one_line(run_processes):
+    run_processes(other_lengths, 2)
 
 
 def sums_in_order(rank: int) -> None:

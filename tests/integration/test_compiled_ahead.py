@@ -149,13 +149,13 @@ def test_kernels_of_a_layer_for_a_gpu_that_is_not_here(driver, monkeypatch, caps
         (backend, "_triton_obstacle"), (ffn, "_shared_memory"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
-    backend.selected.cache_clear()
+    backend.language.cache_clear()
     found = []
     monkeypatch.setattr(launch, "compile_together", found.extend)
     words = ["kernels.py", "layer", "--compile", "--architecture", "90", "--shapes", "48x16x4"]
     monkeypatch.setattr(sys, "argv", words)
     kernels.main()
-    backend.selected.cache_clear()
+    backend.language.cache_clear()
     printed = capsys.readouterr()
     assert (printed.out.partition(" in ")[0], printed.err) == (f"{len(found)} kernels compiled", "")
     names = Counter(job.args[0].__name__ for job in found)

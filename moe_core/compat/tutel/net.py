@@ -41,18 +41,6 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
             dist.barrier(group=group)
 
 
-def create_standalone_group() -> dist.ProcessGroup | None:
-    """A process group of this rank alone; None without torch.distributed. Every rank calls it."""
-    if not dist.is_initialized():
-        return None
-    group_of_rank = None
-    for rank in range(dist.get_world_size()):
-        process_group = dist.new_group([rank])
-        if rank == dist.get_rank():
-            group_of_rank = process_group
-    return group_of_rank
-
-
 # 1. Collectives without a gradient
 
 
@@ -228,16 +216,6 @@ class _Collective(torch.autograd.Function):
         return ctx.of_gradient(grad), None, None
 
 
-class _ForwardSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, op, group):
-        return simple_all_reduce(input, group, op)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None, None
-
-
 def all_to_all_single(input: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """`simple_all_to_all` with a gradient."""
     return _AllToAll.apply(input, group)
@@ -329,31 +307,6 @@ def zero_scatter(
     return scatter_fn(flat, group=group), input.shape
 
 
-def spatial_split(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `dim`. The gradient is joined from the gradients of all ranks."""
-    of_gradient = partial(simple_all_gather, group=group)
-    split = partial(simple_split, group=group)
-    return _Collective.apply(input.transpose(0, dim), split, of_gradient).transpose(0, dim)
-
-
-def reduce_scatter(input: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's part, along `dim`, of the sum over the ranks."""
-    of_gradient = partial(simple_all_gather, group=group)
-    scatter = partial(simple_reduce_scatter, group=group)
-    return _Collective.apply(input.transpose(0, dim), scatter, of_gradient).transpose(0, dim)
-
-
-def allreduce_forward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The reduction of `input` over the ranks. The gradient is passed on unchanged."""
-    return _ForwardSum.apply(input, op, group)
-
-
-def allreduce_backward(input: Tensor, op=SUM, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`input`, unchanged. Its gradient is reduced over the ranks."""
-    of_gradient = partial(simple_all_reduce, group=group, op=op)
-    return _Collective.apply(input, lambda x: x.view_as(x), of_gradient)
-
-
 def _check_divides(input: Tensor, num_ranks: int) -> None:
     if input.shape[0] % num_ranks:
         raise ValueError(f"dim 0 ({input.shape[0]}) must be divisible by the {num_ranks} ranks")
@@ -421,3 +374,20 @@ class TutelDistributedOptimizer:
         for parameter, part in zip(self.params, self.parts, strict=True):
             gathered = simple_all_gather(part.data, group=self.group)
             parameter.data.copy_(gathered[: parameter.numel()].view_as(parameter))
+
+
+# Only tutel.parted, which has no counterpart, uses them.
+_MISSING = (
+    "create_standalone_group",
+    "spatial_split",
+    "reduce_scatter",
+    "allreduce_forward",
+    "allreduce_backward",
+)
+
+
+def __getattr__(name: str) -> object:
+    """Raise NotImplementedError for names of Tutel without a counterpart."""
+    if name in _MISSING:
+        raise NotImplementedError(f"tutel.net.{name} has no counterpart here")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

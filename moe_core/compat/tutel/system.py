@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -92,43 +91,6 @@ def record_time(is_cuda: bool | None = None) -> float:
     return time.perf_counter()
 
 
-class LocalCache:
-    """A dictionary of this process."""
-
-    _values: dict = {}  # noqa: RUF012 - of the class, as Tutel's users read it
-
-    @staticmethod
-    def reset() -> None:
-        LocalCache._values.clear()
-
-    @staticmethod
-    def set(key, value) -> None:
-        LocalCache._values[key] = value
-
-    @staticmethod
-    def get(key=None):
-        """The value of `key`, or a list of all values if the key does not exist."""
-        if key in LocalCache._values:
-            return LocalCache._values[key]
-        return list(LocalCache._values.values())
-
-
-def cache() -> type[LocalCache]:
-    return LocalCache
-
-
-def perform(fn: Callable[[], object], num_runs: int = 100) -> float:
-    """The mean seconds of a call, after five warm-up calls. They are also printed."""
-    for _ in range(5):
-        fn()
-    start = record_time()
-    for _ in range(num_runs):
-        fn()
-    seconds = (record_time() - start) / num_runs
-    print(f"Function Latency = {seconds:.8f} sec\n")
-    return max(seconds, 1e-6)
-
-
 def apply_rank_size_from_pattern(
     filename: str, rank: int, size: int, create_dir: bool = True
 ) -> str:
@@ -141,8 +103,11 @@ def apply_rank_size_from_pattern(
     return filename
 
 
+_MISSING = ("save", "load", "from_url", "cache", "LocalCache", "perform")
+
+
 def __getattr__(name: str) -> object:
-    """Raise NotImplementedError for `save`, `load` and `from_url`, which use NumPy's files."""
-    if name in ("save", "load", "from_url"):
+    """Raise NotImplementedError for names of Tutel without a counterpart."""
+    if name in _MISSING:
         raise NotImplementedError(f"tutel.system.{name} has no counterpart here")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

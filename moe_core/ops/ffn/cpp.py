@@ -21,6 +21,7 @@ from moe_core.ops.ffn.inputs import (
 from moe_core.ops.native.library import (
     PACKED_DTYPES,
     call,
+    in_fp32,
     library,
     packed_dtype,
 )
@@ -59,7 +60,7 @@ def product_dtype(dtype: torch.dtype, kernels: str) -> torch.dtype:
 
 def forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
     """out [T, M], and the kept hidden layer before the activation, with its rows as in ffn.cpp."""
-    call = _Call(inputs)
+    call = _CppCall(inputs)
     tokens = call.tokens
     out = empty(tokens.shape, torch.float32, tokens.device)
     num_kept = 0
@@ -84,7 +85,7 @@ def backward(
         if is_needed and tensor is not None:
             gradient = empty(tensor.shape, torch.float32, tensor.device)
         gradients.append(gradient)
-    call = _Call(inputs)
+    call = _CppCall(inputs)
     _, of_gates, *of_weights = gradients
     if of_gates is not None:
         of_gates.zero_()  # C++ adds to those of kept choices
@@ -118,7 +119,7 @@ class _Problem(ctypes.Structure):  # as Problem in native/ffn.hpp
     )
 
 
-class _Call:
+class _CppCall:
     """The arguments of a C++ call. It keeps the tensors that they point to alive."""
 
     def __init__(self, inputs: MoEFFNInputs) -> None:
@@ -131,7 +132,7 @@ class _Call:
             inputs = _with_used_experts(inputs, self.unused_experts)
         dtype = product_dtype(inputs.tokens.dtype, self.kernels)
         matrices = {name: _readable(getattr(inputs, name)) for name in ("w1", "w2", "w3")}
-        numbers = {name: _in_fp32(getattr(inputs, name)) for name in ("gates", "b1", "b2", "b3")}
+        numbers = {name: in_fp32(getattr(inputs, name)) for name in ("gates", "b1", "b2", "b3")}
         self.tokens = inputs.tokens.to(dtype).contiguous()
         self.tensors = {
             "tokens": self.tokens,
@@ -226,10 +227,3 @@ def _with_used_experts(inputs: MoEFFNInputs, unused: list[int]) -> MoEFFNInputs:
 
     weights = inputs.weights.map(select)
     return inputs._replace(**weights._asdict(), offsets=inputs.offsets[used])
-
-
-def _in_fp32(numbers: Tensor | None) -> Tensor | None:
-    """Gates, or a bias of any dtype."""
-    if numbers is None:
-        return None
-    return numbers.float().contiguous()

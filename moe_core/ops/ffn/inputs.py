@@ -118,7 +118,7 @@ class MoEFFNInputs(NamedTuple):
     dropout: float
     keep_hidden: bool  # whether the op returns what its backward pass needs
     kernels: str
-    form: str  # the module that computes the op: ffn.triton or ffn.cpp
+    language: str  # of the form that computes the op: "triton" or "cpp"
 
     @property
     def weights(self) -> ExpertWeights:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.context import in_transform
 from moe_core.ops.autograd import empty_gradients, op, register_gradient, schema_of
-from moe_core.ops.backend import Request, load, select
+from moe_core.ops.backend import KERNEL_ACTIVATIONS, Kernels, chosen, load
 from moe_core.ops.combine.op import combine, dispatch
 from moe_core.ops.combine.reference import dispatch_rows, sum_rows
 from moe_core.ops.ffn.dropout import dropout_seed
@@ -31,9 +30,30 @@ from moe_core.ops.ffn.inputs import (
 )
 from moe_core.ops.ffn.linear import expert_linear
 from moe_core.ops.ffn.reference import feed_forward
+from moe_core.ops.native.library import packed_dtype
 from moe_core.ops.plan.op import DispatchPlan, inverse_plan
 
-_UNFUSED = "ffn.reference"  # the form without dispatch and combine
+_FP32_AND_BF16 = (torch.float32, torch.bfloat16)
+
+
+def kernels_for(
+    kernels: str | Kernels, weight: Tensor, dtype: torch.dtype, activation: str
+) -> Kernels:
+    """The kernels of the networks for rows of `dtype`. With torch's, rows are dispatched before."""
+    language, name = chosen(kernels, weight)
+    runs = activation in KERNEL_ACTIVATIONS
+    if language == "triton":
+        runs = runs and dtype in (*_FP32_AND_BF16, torch.float16)
+    elif runs and language == "cpp":
+        runs = dtype in _FP32_AND_BF16 and (
+            weight.dtype in _FP32_AND_BF16 or weight.dtype == _packed_dtype(dtype, name)
+        )
+    return Kernels(language if runs else "torch", name)
+
+
+@torch.compiler.assume_constant_result
+def _packed_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
+    return packed_dtype(dtype, name)
 
 
 def expert_ffn(
@@ -42,7 +62,7 @@ def expert_ffn(
     offsets: Tensor,
     activation: str = "gelu",
     dropout: float = 0.0,
-    kernels: str = "auto",
+    kernels: str | Kernels = "auto",
 ) -> Tensor:
     """Apply the network of each expert to its rows; differentiable in rows, weights and biases.
 
@@ -54,7 +74,7 @@ def expert_ffn(
         activation: a name in moe_core.registry.ACTIVATIONS; for gated experts also a name in
             GATED_ACTIVATIONS.
         dropout: the share of the activations that become 0. Kernels round it to 1/65536.
-        kernels: see `backend.select`.
+        kernels: see `backend.chosen`.
 
     Returns:
         [N, M]. Rows past offsets[-1] are undefined.
@@ -64,13 +84,13 @@ def expert_ffn(
             offsets; the activation is unknown; or packed weights cannot be used here.
     """
     weights.check(activation, rows.shape[1], len(offsets))
-    form = _form(rows.device.type, rows.dtype, weights.w1.dtype, activation, kernels)
-    if in_transform(rows) or form == _UNFUSED:
+    kernels = kernels_for(kernels, weights.w1, rows.dtype, activation)
+    if kernels.language == "torch":
         _check_unpacked(weights, f"rows in {rows.dtype}, other kernels, transforms")
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     order = torch.arange(rows.shape[0], device=rows.device)
     plan = DispatchPlan(order, offsets, order.unsqueeze(1), None, offsets)
-    return _fused(rows, None, weights, plan, (activation, dropout, kernels, form), None)
+    return _fused(rows, None, weights, plan, (activation, dropout, kernels), None)
 
 
 def moe_ffn(
@@ -80,7 +100,7 @@ def moe_ffn(
     plan: DispatchPlan,
     activation: str = "gelu",
     dropout: float = 0.0,
-    kernels: str = "auto",
+    kernels: str | Kernels = "auto",
     casts: ExpertWeights | None = None,
 ) -> Tensor:
     """`y_t = sum_k gates_tk * expert_tk(tokens_t)` over the kept choices.
@@ -100,12 +120,11 @@ def moe_ffn(
     Raises:
         ValueError: as `expert_ffn`.
     """
-    if not in_transform(tokens):
+    kernels = chosen(kernels, tokens)
+    used = kernels_for(kernels, weights.w1, tokens.dtype, activation)
+    if used.language != "torch":
         weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
-        form = _form(tokens.device.type, tokens.dtype, weights.w1.dtype, activation, kernels)
-        if form != _UNFUSED:
-            settings = (activation, dropout, kernels, form)
-            return _fused(tokens, gates, weights, plan, settings, casts)
+        return _fused(tokens, gates, weights, plan, (activation, dropout, used), casts)
     rows = dispatch(tokens, plan, kernels)
     rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
     if gates is None:
@@ -118,7 +137,7 @@ def prefers_unpacked(
     weight: Tensor,
     plan: DispatchPlan,
     activation: str,
-    kernels: str = "auto",
+    kernels: str | Kernels = "auto",
 ) -> bool:
     """Whether `moe_ffn` is faster with weights like `weight` that are not packed before.
 
@@ -126,8 +145,8 @@ def prefers_unpacked(
     transposed.
     """
     num_experts, _, model_dim = weight.shape
-    form = _form(tokens.device.type, tokens.dtype, weight.dtype, activation, kernels)
-    if model_dim > 128 or form != "ffn.cpp":
+    language, _ = kernels_for(kernels, weight, tokens.dtype, activation)
+    if model_dim > 128 or language != "cpp":
         return False
     # A comparison would fix the number of tokens of an exported program.
     return torch.compiler.is_exporting() or plan.choices.shape[0] >= 64 * num_experts  # measured
@@ -138,13 +157,13 @@ def _fused(
     gates: Tensor | None,
     weights: ExpertWeights,
     plan: DispatchPlan,
-    settings: tuple[str, float, str, str],
+    settings: tuple[str, float, Kernels],
     casts: ExpertWeights | None,
 ) -> Tensor:
-    activation, dropout, kernels, form = settings
+    activation, dropout, (language, name) = settings
     # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
     # only once, to the dtype of the parameters.
-    if weights.w1.dtype == tokens.dtype or form == "ffn.cpp":
+    if weights.w1.dtype == tokens.dtype or language == "cpp":
         casts = None
     elif casts is None or casts.w1.dtype != tokens.dtype:
         casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
@@ -172,8 +191,8 @@ def _fused(
         activation=activation,
         dropout=dropout,
         keep_hidden=keep_hidden,
-        kernels=kernels,
-        form=form,
+        kernels=name,
+        language=language,
     )
     return _moe_ffn(*inputs)[0]
 
@@ -188,8 +207,8 @@ def casts_weights(
     weight: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
 ) -> bool:
     """Whether `moe_ffn` casts weights like `weight` for tokens of `dtype`."""
-    form = _form(weight.device.type, dtype, weight.dtype, activation, kernels)
-    return weight.dtype != dtype and form == "ffn.triton"
+    language, _ = kernels_for(kernels, weight, dtype, activation)
+    return weight.dtype != dtype and language == "triton"
 
 
 def pack_weights(
@@ -201,28 +220,20 @@ def pack_weights(
         Integer tensors [E, H, M] and the unchanged biases; None if the form that runs has no memory
         layout of its own.
     """
-    w1 = weights.w1
-    form = _form(w1.device.type, dtype, w1.dtype, activation, kernels)
-    if form != "ffn.cpp":
+    language, name = kernels_for(kernels, weights.w1, dtype, activation)
+    if language != "cpp":
         return None
-    return load(form).pack_weights(weights, dtype, kernels)
+    return load("ffn", language).pack_weights(weights, dtype, name)
 
 
 def product_dtype(
     weight: Tensor, dtype: torch.dtype, activation: str, kernels: str = "auto"
 ) -> torch.dtype:
     """The dtype in which weights like `weight` are multiplied with rows of `dtype`."""
-    form = _form(weight.device.type, dtype, weight.dtype, activation, kernels)
-    if form != "ffn.cpp":
+    language, name = kernels_for(kernels, weight, dtype, activation)
+    if language != "cpp":
         return dtype
-    return load(form).product_dtype(dtype, kernels)
-
-
-def _form(
-    device: str, dtype: torch.dtype, weight_dtype: torch.dtype, activation: str, kernels: str
-) -> str:
-    request = Request(kernels, device, dtype, weight_dtype=weight_dtype, activation=activation)
-    return select("ffn", request)
+    return load("ffn", language).product_dtype(dtype, name)
 
 
 # 1. The op, with its fake kernel, FLOPs and autograd
@@ -240,7 +251,7 @@ def _forward(*arguments):
     the form itself reads it: ffn.cpp has an order and more rows of its own.
     """
     inputs = MoEFFNInputs._make(arguments)
-    return load(inputs.form).forward(inputs)
+    return load("ffn", inputs.language).forward(inputs)
 
 
 # Not a list of tensors, for which a vectorised Jacobian has no batching rule.
@@ -251,7 +262,7 @@ def _forward(*arguments):
 def _backward(grad, needs, *arguments):
     """Gradients of the fields up to b3; empty where `needs` is False."""
     inputs, hidden = MoEFFNInputs._make(arguments[:-1]), arguments[-1]
-    computed = load(inputs.form).backward(inputs, grad, hidden, needs)
+    computed = load("ffn", inputs.language).backward(inputs, grad, hidden, needs)
     return tuple(grad.new_empty(0) if g is None else g for g in computed)
 
 
@@ -262,9 +273,9 @@ def _(*arguments):
     num_kept = 0
     if inputs.keep_hidden:
         num_rows = inputs.choices.shape[0]
-        if inputs.form == "ffn.cpp":
+        if inputs.language == "cpp":
             num_rows = hidden_rows(num_rows, inputs.w1.shape[0])
-            dtype = load(inputs.form).product_dtype(dtype, inputs.kernels)
+            dtype = load("ffn", inputs.language).product_dtype(dtype, inputs.kernels)
         num_kept = num_rows * inputs.weights.num_kept
     hidden = tokens.new_empty(num_kept, inputs.w1.shape[1], dtype=dtype)
     return tokens.new_empty(tokens.shape, dtype=inputs.out_dtype), hidden

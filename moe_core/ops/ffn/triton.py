@@ -87,7 +87,7 @@ def backward(
 
 
 def _forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
-    call = _Call(inputs)
+    call = _Launches(inputs)
     weights = inputs.cast_weights
     w1, b1, w2, b2, w3, b3 = weights
     h = call.tokens.new_empty(call.num_rows, call.hidden_dim)
@@ -110,7 +110,7 @@ def _forward(inputs: MoEFFNInputs) -> tuple[Tensor, Tensor]:
 def _backward(
     inputs: MoEFFNInputs, grad: Tensor, hidden: Tensor, needs: list[bool]
 ) -> list[Tensor | None]:
-    call = _Call(inputs)
+    call = _Launches(inputs)
     needs_tokens, needs_gates, *rest = needs
     needed = by_name(rest)
     weights = inputs.cast_weights
@@ -165,7 +165,7 @@ def _backward(
     return [grad_tokens, grad_gates, *[by_weight.get(name) for name in ExpertWeights._fields]]
 
 
-class _Call:
+class _Launches:
     """The sizes and the blocks of rows of one call, and launches that both passes use."""
 
     def __init__(self, inputs: MoEFFNInputs) -> None:

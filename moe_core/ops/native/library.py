@@ -80,6 +80,13 @@ def call(
     return getattr(library(kernels), function)(*arguments)
 
 
+def in_fp32(x: Tensor | None) -> Tensor | None:
+    """x as most functions of the library read it."""
+    if x is None:
+        return None
+    return x.float().contiguous()
+
+
 def library(kernels: str = "auto") -> ctypes.CDLL:
     """The library, which must exist: `chosen` has found it."""
     choice = chosen(kernels)

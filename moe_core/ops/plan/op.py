@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_core.context import in_transform
 from moe_core.ops.autograd import op
-from moe_core.ops.backend import Request, load, select
+from moe_core.ops.backend import Kernels, chosen, load
 from moe_core.ops.plan import reference
 
 
@@ -35,7 +34,7 @@ def make_plan(
     num_experts: int,
     capacity: int | Tensor | None,
     priority: Tensor | None = None,
-    kernels: str = "auto",
+    kernels: str | Kernels = "auto",
 ) -> DispatchPlan:
     """Assign every choice a row, or drop it if its expert is full.
 
@@ -48,7 +47,7 @@ def make_plan(
         capacity: the largest number of choices kept per expert: a number, or a scalar tensor on
             the device. None: all choices are kept.
         priority: [T], or [T, K] with a separate priority for each k.
-        kernels: see `backend.select`. All forms give the same plan, number for number.
+        kernels: see `backend.chosen`. All forms give the same plan, number for number.
 
     Raises:
         ValueError: there are 2^31 choices or more; an expert id is out of range (only in C++).
@@ -58,9 +57,7 @@ def make_plan(
             f"expert_ids {list(expert_ids.shape)} has 2^31 or more choices, and rows are numbered"
             " in 32 bits: split the tokens"
         )
-    form = "plan.reference"
-    if not in_transform(expert_ids):
-        form = select("plan", Request(kernels, expert_ids.device.type, expert_ids.dtype))
+    language = chosen(kernels, expert_ids).language
     num_rows = expert_ids.numel()
     limit: int | None = None
     device_limit: Tensor | None = None
@@ -70,12 +67,12 @@ def make_plan(
         limit = capacity
         num_rows = min(num_rows, num_experts * capacity)
     expert_ids = expert_ids.long()
-    if form == "plan.reference":
+    if language == "torch":
         most = limit if device_limit is None else device_limit
         plan = reference.make_plan(expert_ids, num_experts, most, priority, num_rows)
         return DispatchPlan(*plan)
     choices, offsets, slots, kept, counts = _make_plan(
-        expert_ids, num_experts, limit, device_limit, priority, num_rows, form
+        expert_ids, num_experts, limit, device_limit, priority, num_rows, language
     )
     if capacity is None:
         kept = None
@@ -98,7 +95,7 @@ def _make_plan(
     device_limit: Tensor | None,
     priority: Tensor | None,
     num_rows: int,
-    form: str,
+    language: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The plan's fields. `kept` is empty if no choice can be dropped.
 
@@ -109,7 +106,7 @@ def _make_plan(
     capacity: int | Tensor | None = limit
     if device_limit is not None:
         capacity = device_limit
-    plan = load(form).make_plan(expert_ids, num_experts, capacity, priority, num_rows)
+    plan = load("plan", language).make_plan(expert_ids, num_experts, capacity, priority, num_rows)
     choices, offsets, slots, kept, counts = plan
     if kept is None:
         kept = expert_ids.new_empty(0, dtype=torch.bool)
@@ -117,7 +114,7 @@ def _make_plan(
 
 
 @_make_plan.register_fake
-def _(expert_ids, num_experts, limit, device_limit, priority, num_rows, form):
+def _(expert_ids, num_experts, limit, device_limit, priority, num_rows, language):
     kept_shape = 0
     if limit is not None or device_limit is not None:
         kept_shape = expert_ids.shape

@@ -13,52 +13,24 @@ from torch import Tensor
 from moe_core.context import without_autocast
 from moe_core.ops.backend import KERNEL_LOSSES
 from moe_core.ops.buffers import empty
-from moe_core.ops.native.library import call
-
-
-def product(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The logits [T, E] of tokens [T, M] and a weight [E, M] in fp32."""
-    with without_autocast(tokens):
-        return F.linear(tokens.float(), weight)
-
-
-def product_backward(
-    grad: Tensor, tokens: Tensor, weight: Tensor, grad_inputs: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of tokens and weight from that of the logits [T, E].
-
-    Args:
-        grad_inputs: the gradient of the cast tokens, which is added to that of the tokens.
-    """
-    with without_autocast(tokens):
-        if grad_inputs is None:
-            of_tokens = grad @ weight
-        else:
-            of_tokens = torch.addmm(grad_inputs.float(), grad, weight)
-        return of_tokens.to(tokens.dtype), grad.t() @ tokens.float()
+from moe_core.ops.native.library import call, in_fp32
+from moe_core.ops.route.inputs import RouteGradients, RouteSettings, SavedRoute
 
 
 def forward(
-    logits: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
     noise: Tensor | None,
-    top_k: int,
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
-    activation: str,
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gates [T, K], ids [T, K], probs [T, E], the sums of the loss [2, E] and the scores.
-
-    The scores [T, K] are the sigmoids of the chosen logits, if the gate values are these divided
-    by their sum; otherwise they are empty.
-
-    Args:
-        logits, noise: [T, E]; experts are chosen by `logits + noise_std * noise`.
-        loss: one of KERNEL_LOSSES.
-    """
+    cast_to: torch.dtype | None,
+    settings: RouteSettings,
+) -> tuple[Tensor, ...]:
+    """As the op `moe_core::route`."""
+    logits = x
+    if weight is not None:
+        with without_autocast(x):
+            logits = F.linear(x.float(), weight)
     num_tokens, num_experts = logits.shape
+    top_k = settings.top_k
     # otherwise C++ would read past the end of a tensor
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k ({top_k}) must be from 1 to the {num_experts} experts")
@@ -69,57 +41,54 @@ def forward(
     probs = empty(logits.shape, logits.dtype, logits.device)
     sums = logits.new_empty(2, num_experts)
     scores = None
-    if activation == "sigmoid" and normalize:
+    if settings.activation == "sigmoid" and settings.normalize:
         scores = torch.empty_like(gates)
-    tensors = (_ready(logits), _ready(noise), ids, gates, scores, probs, sums)
+    tensors = (in_fp32(logits), in_fp32(noise), ids, gates, scores, probs, sums)
     sizes = (num_tokens, num_experts, top_k)
-    settings = _settings(normalize, activation, loss, noise_std, loss_noise_std)
-    call("route_forward", tensors, (*sizes, *settings), kernels)
+    call("route_forward", tensors, (*sizes, *_numbers(settings)), settings.kernels)
+    inputs = x.new_empty(0) if cast_to is None else x.to(cast_to)
     if scores is None:
         scores = logits.new_empty(0)
-    return gates, ids, probs, sums, scores
+    if weight is None or not settings.loss.startswith("load_importance"):
+        logits = x.new_empty(0)
+    return gates, ids, probs, sums, inputs, scores, logits
 
 
 def backward(
-    logits: Tensor,
-    noise: Tensor | None,
-    ids: Tensor,
-    gates: Tensor,
-    probs: Tensor,
-    scores: Tensor,
-    grads: tuple[Tensor | None, ...],
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
-    activation: str,
-    kernels: str,
-) -> Tensor:
-    """The gradient of the logits [T, E].
-
-    Args:
-        grads: the gradients of gates, probs and sums; None means zeros.
-    """
+    saved: SavedRoute, grads: RouteGradients, settings: RouteSettings
+) -> tuple[Tensor, Tensor]:
+    """As the op `moe_core::route_backward`."""
+    x, weight, noise, ids, gates, probs, scores, logits = saved
+    if weight is None:
+        logits = x
+    grad_sums = grads.sums
+    if grad_sums is None:
+        settings = settings._replace(loss="none")
+    elif settings.loss == "none":
+        grad_sums = None
     grad = empty(probs.shape, probs.dtype, probs.device)
-    kept = None
-    if scores.numel():
-        kept = scores
-    inputs = (_ready(logits), _ready(noise), *map(_ready, grads))
-    sizes = (*probs.shape, ids.shape[1])
-    settings = _settings(normalize, activation, loss, noise_std, loss_noise_std)
+    kept = scores if scores.numel() else None
+    inputs = map(in_fp32, (logits, noise, grads.gates, grads.probs, grad_sums))
     tensors = (ids, gates, kept, probs, *inputs, grad)
-    call("route_backward", tensors, (*sizes, *settings), kernels)
-    return grad
+    sizes = (*probs.shape, ids.shape[1])
+    call("route_backward", tensors, (*sizes, *_numbers(settings)), settings.kernels)
+    if weight is None:
+        return grad, x.new_empty(0)
+    with without_autocast(x):
+        if grads.inputs is None:
+            of_tokens = grad @ weight
+        else:
+            of_tokens = torch.addmm(grads.inputs.float(), grad, weight)
+        return of_tokens.to(x.dtype), grad.t() @ x.float()
 
 
-def _settings(
-    normalize: bool, activation: str, loss: str, noise_std: float, loss_noise_std: float
-) -> tuple[int | float, ...]:
-    numbers = (int(normalize), int(activation == "sigmoid"), torch.get_num_threads())
-    return (*numbers, KERNEL_LOSSES.index(loss), float(noise_std), float(loss_noise_std))
-
-
-def _ready(x: Tensor | None) -> Tensor | None:
-    if x is None:
-        return None
-    return x.float().contiguous()
+def _numbers(settings: RouteSettings) -> tuple[int | float, ...]:
+    is_sigmoid, loss = settings.activation == "sigmoid", KERNEL_LOSSES.index(settings.loss)
+    return (
+        int(settings.normalize),
+        int(is_sigmoid),
+        torch.get_num_threads(),
+        loss,
+        float(settings.noise_std),
+        float(settings.loss_noise_std),
+    )

@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_core.context import in_transform, without_autocast
+from moe_core.context import without_autocast
 from moe_core.ops.autograd import (
     is_differentiated_again,
     op,
     plain_gradients,
     register_autograd,
+    schema_of,
 )
-from moe_core.ops.backend import KERNEL_LOSSES, Request, load, select
+from moe_core.ops.backend import KERNEL_LOSSES, Kernels, chosen, load
 from moe_core.ops.route import reference
+from moe_core.ops.route.inputs import RouteGradients, RouteSettings, SavedRoute
 from moe_core.registry import LOSSES
 
 _MOST_EXPERTS = 64  # a program holds the logits of its tokens in registers
@@ -56,16 +58,6 @@ class LinearLogits(NamedTuple):
             return F.linear(tokens, self.weight.to(tokens.dtype))
 
 
-class RouteSettings(NamedTuple):
-    top_k: int
-    normalize: bool  # the gate values of a token sum to 1
-    loss: str  # name of the auxiliary loss
-    noise_std: float  # factor of the noise
-    loss_noise_std: float  # the standard deviation of the noise, for the loss
-    kernels: str = "auto"  # see `backend.select`
-    activation: str = "softmax"  # of the gate values
-
-
 class RoutedTokens(NamedTuple):
     gates: Tensor  # [T, K]
     ids: Tensor  # [T, K] int64
@@ -81,7 +73,10 @@ class RoutedTokens(NamedTuple):
 
 
 def route(
-    logits: Tensor | LinearLogits, noise: Tensor | None, settings: RouteSettings
+    logits: Tensor | LinearLogits,
+    noise: Tensor | None,
+    settings: RouteSettings,
+    kernels: Kernels | None = None,
 ) -> RoutedTokens:
     """Choose the `top_k` experts with the largest noisy logits, `logits + noise_std * noise`.
 
@@ -90,97 +85,69 @@ def route(
 
     Args:
         noise: [T, E]; None: no noise.
+        kernels: those chosen before; None: by the name in the settings.
     """
+    top_k, normalize, loss, noise_std, *_, activation = settings
+    x = logits.tokens if isinstance(logits, LinearLogits) else logits
+    language, name = kernels or chosen(settings.kernels, x)
+    if language == "cpp" and x.dtype == torch.float64:
+        language = "torch"
+    weight: Tensor | None = None
+    cast_to: torch.dtype | None = None
     if isinstance(logits, LinearLogits):
-        x, dtype = logits.tokens, torch.promote_types(logits.tokens.dtype, torch.float32)
-    else:
-        x, dtype = logits, logits.dtype
-    form = "route.reference"
-    if not in_transform(x):
-        form = select("route", Request(settings.kernels, x.device.type, dtype))
-    if isinstance(logits, LinearLogits):
-        if _fuses_product(logits, settings, form):
-            tokens, weight, dtype = logits
-            return _in_one_kernel(tokens, weight, noise, settings, form, dtype)
-        logits = logits.value()
-    if form == "route.reference":
-        noisy = reference.add_noise(logits, noise, settings.noise_std)
-        gates, ids, probs = reference.route(
-            noisy, settings.top_k, settings.normalize, settings.activation
-        )
-        return RoutedTokens(gates, ids, probs, None, logits, noisy, None)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    routed = _in_one_kernel(logits, None, noise, settings, form, logits.dtype)
-    return routed._replace(logits=logits, inputs=None)
+        if _fuses_product(logits, settings, language):
+            weight = logits.weight
+            cast_to = None if logits.dtype == x.dtype else logits.dtype
+        else:
+            x = logits.value()
+    if language == "torch":
+        noisy_logits = reference.add_noise(x, noise, noise_std)
+        gates, ids, probs = reference.route(noisy_logits, top_k, normalize, activation)
+        return RoutedTokens(gates, ids, probs, None, x, noisy_logits, None)
+    if weight is None:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    computes_loss = loss in KERNEL_LOSSES
+    settings = settings._replace(kernels=name, loss=loss if computes_loss else "none")
+    gates, ids, probs, sums, inputs, *_ = _differentiable_route(
+        x, weight, noise, cast_to, language, *settings
+    )
+    noisy: Tensor | None = None
+    if activation != "softmax" and language == "triton":  # whose gate values are of softmax
+        noisy = reference.add_noise(x, noise, noise_std)
+        scores = reference.gate_scores(noisy, activation)
+        gates = reference.gates_of(scores, noisy, ids, activation, normalize)
+    value = loss_of_sums if computes_loss and language == "triton" else None
+    return RoutedTokens(
+        gates,
+        ids,
+        probs,
+        sums if computes_loss else None,
+        logits=x if weight is None else None,
+        noisy=noisy,
+        inputs=None if weight is None else inputs if cast_to else x,
+        loss_of_sums=value,
+    )
 
 
-def _fuses_product(logits: LinearLogits, settings: RouteSettings, form: str) -> bool:
+def _fuses_product(logits: LinearLogits, settings: RouteSettings, language: str) -> bool:
     """Whether the form computes these logits from the tokens."""
     tokens, weight, _ = logits
-    if form == "route.reference" or settings.loss not in KERNEL_LOSSES:
+    if language == "torch" or settings.loss not in KERNEL_LOSSES:
         return False
     if weight.dtype != torch.float32 or weight.shape[1] != tokens.shape[1]:
         return False
     if tokens.dtype not in _TOKEN_DTYPES:
         return False
     fits_triton = weight.shape[0] <= _MOST_EXPERTS and settings.activation == "softmax"
-    return fits_triton or form != "route.triton"
+    return fits_triton or language != "triton"
 
 
-def _in_one_kernel(
-    x: Tensor,
-    weight: Tensor | None,
-    noise: Tensor | None,
-    settings: RouteSettings,
-    form: str,
-    dtype: torch.dtype,
-) -> RoutedTokens:
-    """Route with one kernel of `form`.
-
-    Args:
-        x: the logits [T, E], or with a weight the tokens [T, M], which are cast to `dtype`.
-    """
-    top_k, normalize, loss, noise_std, loss_noise_std, kernels, activation = settings
-    computes_loss = loss in KERNEL_LOSSES
-    if not computes_loss:
-        loss = "none"
-    cast_to: torch.dtype | None = None
-    if dtype != x.dtype:
-        cast_to = dtype
-    gates, ids, probs, sums, inputs, *_ = _differentiable_route(
-        x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation,
-        form, kernels,
-    )  # fmt: skip
-    if cast_to is None:
-        inputs = x
-    if not computes_loss:
-        sums = None
-    value = None
-    if computes_loss and form == "route.triton":
-        value = loss_of_sums
-    noisy = None
-    if activation != "softmax" and form == "route.triton":  # whose gate values are of softmax
-        noisy = reference.add_noise(x, noise, noise_std)
-        scores = reference.gate_scores(noisy, activation)
-        gates = reference.gates_of(scores, noisy, ids, activation, normalize)
-    return RoutedTokens(gates, ids, probs, sums, None, noisy, inputs, value)
-
-
-@op("moe_core::route")
-def _route(
-    x: Tensor,
-    weight: Tensor | None,
-    noise: Tensor | None,
-    top_k: int,
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
-    cast_to: torch.dtype | None,
-    activation: str,
-    form: str,
-    kernels: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@op(
+    "moe_core::route",
+    "(Tensor x, Tensor? weight, Tensor? noise, ScalarType? cast_to, str language,"
+    f" {schema_of(RouteSettings)}) -> ({', '.join(['Tensor'] * 7)})",
+)
+def _route(x, weight, noise, cast_to, language, *settings):
     """gates [T, K], ids [T, K], probs [T, E], sums [2, E], the cast tokens, scores and logits.
 
     x is the logits [T, E], or with a `weight` the tokens [T, M]. The last three results may be
@@ -188,68 +155,25 @@ def _route(
     of the chosen experts [T, K], in C++ if they are not the gate values, and the logits [T, E], if
     they are computed here and the loss reads them.
     """
-    module = load(form)
-    settings = (top_k, normalize, loss, noise_std, loss_noise_std)
-    if form == "route.triton":
-        *outputs, logits = module.forward(x, weight, noise, *settings, cast_to)
-        return (*outputs, x.new_empty(0), logits)
-    inputs, kept, logits = x.new_empty(0), x.new_empty(0), x
-    if weight is not None:
-        logits = module.product(x, weight)
-        if loss.startswith("load_importance"):
-            kept = logits
-    if cast_to is not None:
-        inputs = x.to(cast_to)
-    gates, ids, probs, sums, scores = module.forward(logits, noise, *settings, activation, kernels)
-    return gates, ids, probs, sums, inputs, scores, kept
+    form = load("route", language)
+    return form.forward(x, weight, noise, cast_to, RouteSettings(*settings))
 
 
-@op("moe_core::route_backward")
-def _route_backward(
-    x: Tensor,
-    weight: Tensor | None,
-    noise: Tensor | None,
-    ids: Tensor,
-    gates: Tensor,
-    probs: Tensor,
-    scores: Tensor,
-    logits: Tensor,
-    grad_gates: Tensor | None,
-    grad_probs: Tensor | None,
-    grad_sums: Tensor | None,
-    grad_inputs: Tensor | None,
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
-    activation: str,
-    form: str,
-    kernels: str,
-) -> tuple[Tensor, Tensor]:
+@op(
+    "moe_core::route_backward",
+    f"({schema_of(SavedRoute)}, {schema_of(RouteGradients, 'grad_')}, str language,"
+    f" {schema_of(RouteSettings)}) -> (Tensor, Tensor)",
+)
+def _route_backward(*arguments):
     """Gradients of x and weight; the second one is empty without a weight."""
-    if grad_sums is None:
-        loss = "none"
-    settings = (normalize, loss, noise_std, loss_noise_std)
-    if form == "route.triton":
-        grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
-        return load(form).backward(x, weight, noise, ids, probs, logits, grads, *settings)
-    if loss == "none":
-        grad_sums = None
-    if weight is None:
-        logits = x
-    used = (grad_gates, grad_probs, grad_sums)
-    tensors = (logits, noise, ids, gates, probs, scores, used)
-    grad = load(form).backward(*tensors, *settings, activation, kernels)
-    if weight is None:
-        return grad, x.new_empty(0)
-    return load(form).product_backward(grad, x, weight, grad_inputs)
+    saved, grads = SavedRoute(*arguments[:8]), RouteGradients(*arguments[8:12])
+    language, *settings = arguments[12:]
+    return load("route", language).backward(saved, grads, RouteSettings(*settings))
 
 
 @_route.register_fake
-def _(
-    x, weight, noise, top_k, normalize, loss, noise_std, loss_noise_std, cast_to, activation, form,
-    kernels,
-):  # fmt: skip
+def _(x, weight, noise, cast_to, language, *settings):
+    top_k, normalize, loss, _, _, _, activation = settings
     num_tokens, num_experts = x.shape[0], x.shape[1]
     like = x
     if weight is not None:
@@ -262,7 +186,7 @@ def _(
         inputs = x.new_empty(x.shape, dtype=cast_to)
     if weight is not None and loss.startswith("load_importance"):
         logits = torch.empty_like(probs)
-    if form == "route.cpp" and activation == "sigmoid" and normalize:
+    if language == "cpp" and activation == "sigmoid" and normalize:
         scores = torch.empty_like(gates)
     return gates, ids, probs, like.new_empty(2, num_experts), inputs, scores, logits
 
@@ -275,35 +199,34 @@ def _(x, weight, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, noise, _, *numbers, ctx.cast_to, activation, form, kernels = inputs
+    x, weight, noise, ctx.cast_to, ctx.language, *ctx.settings = inputs
     gates, ids, probs, _, _, scores, logits = output
-    ctx.settings = (*numbers, activation, form, kernels)
-    ctx.save_for_backward(x, weight, noise, ids, gates, probs, scores, logits)
+    ctx.save_for_backward(*SavedRoute(x, weight, noise, ids, gates, probs, scores, logits))
     ctx.mark_non_differentiable(ids, scores, logits)
     # The gradients of unused outputs are None, so the kernel does not read zeros.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs, *unused):
-    grads = (grad_gates, grad_probs, grad_sums, grad_inputs)
-    x, weight, noise, ids, *_ = saved = ctx.saved_tensors
-    nothing = (None,) * 10
-    if is_differentiated_again(x):
-        normalize, loss, noise_std, loss_noise_std, activation, *_ = ctx.settings
+    grads = RouteGradients(grad_gates, grad_probs, grad_sums, grad_inputs)
+    saved = SavedRoute(*ctx.saved_tensors)
+    nothing = (None,) * (len(RouteSettings._fields) + 3)
+    if is_differentiated_again(saved.x):
+        top_k, normalize, loss, noise_std, loss_noise_std, _, activation = ctx.settings
 
         def function(x, weight):
             clean = x
             if weight is not None:
                 clean = LinearLogits(x, weight, x.dtype).value()
-            noisy = reference.add_noise(clean, noise, noise_std)
-            settings = (ids.shape[1], normalize, loss, loss_noise_std, activation)
+            noisy = reference.add_noise(clean, saved.noise, noise_std)
+            settings = (top_k, normalize, loss, loss_noise_std, activation)
             routed = reference.route_and_sums(noisy, clean, *settings)
             return *routed, x.to(ctx.cast_to or x.dtype)
 
         needs = ctx.needs_input_grad[:2]
-        return (*plain_gradients(function, (x, weight), needs, grads), *nothing)
-    grad_x, grad_weight = _route_backward(*saved, *grads, *ctx.settings)
-    if weight is None:
+        return (*plain_gradients(function, saved[:2], needs, grads), *nothing)
+    grad_x, grad_weight = _route_backward(*saved, *grads, ctx.language, *ctx.settings)
+    if saved.weight is None:
         grad_weight = None
     return (grad_x, grad_weight, *nothing)
 
@@ -343,14 +266,14 @@ def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
 
 @op("moe_core::loss_of_sums")
 def _loss_of_sums(sums: Tensor, total: Tensor | None, num_tokens: int, loss: str) -> Tensor:
-    return load("route.loss_triton").loss_of_sums(sums, total, num_tokens, loss)
+    return load("route", "loss_triton").loss_of_sums(sums, total, num_tokens, loss)
 
 
 @op("moe_core::loss_of_sums_backward")
 def _loss_of_sums_backward(
     grad: Tensor, sums: Tensor, total: Tensor | None, num_tokens: int, loss: str
 ) -> Tensor:
-    differentiate = load("route.loss_triton").loss_of_sums_backward
+    differentiate = load("route", "loss_triton").loss_of_sums_backward
     return differentiate(grad, sums, total, num_tokens, loss)
 
 

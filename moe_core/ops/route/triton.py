@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_core.ops.backend import KERNEL_LOSSES, on_its_device
+from moe_core.ops.backend import KERNEL_LOSSES, on_device_of, on_its_device
 from moe_core.ops.blocks import cdiv, next_power_of_2
 from moe_core.ops.launch import recordable
+from moe_core.ops.route.inputs import RouteGradients, RouteSettings, SavedRoute
 
 _TILE = 2048  # logits that a program handles, if it does not compute them
 _BLOCK_T = 32  # tokens of a program that computes logits
@@ -251,14 +252,11 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     noise: Tensor | None,
-    top_k: int,
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
     cast_to: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    settings: RouteSettings,
+) -> tuple[Tensor, ...]:
     """As the op `moe_core::route`."""
+    top_k, normalize, loss, noise_std, loss_noise_std, *_ = settings
     x, weight, noise = x.contiguous(), _contiguous(weight), _contiguous(noise)
     num_tokens, num_experts, model_dim, like = _sizes(x, weight)
     assert 1 <= top_k <= num_experts
@@ -288,28 +286,24 @@ def forward(
         inputs = x.new_empty(0)
     if logits is None:
         logits = like.new_empty(0)
-    return gates, ids, probs, block_sums.sum(0), inputs, logits
+    return gates, ids, probs, block_sums.sum(0), inputs, x.new_empty(0), logits
 
 
-@on_its_device
 def backward(
-    x: Tensor,
-    weight: Tensor | None,
-    noise: Tensor | None,
-    ids: Tensor,
-    probs: Tensor,
-    logits: Tensor,
-    grads: tuple[Tensor | None, ...],
-    normalize: bool,
-    loss: str,
-    noise_std: float,
-    loss_noise_std: float,
+    saved: SavedRoute, grads: RouteGradients, settings: RouteSettings
 ) -> tuple[Tensor, Tensor]:
-    """As the op `moe_core::route_backward`.
+    """As the op `moe_core::route_backward`."""
+    with on_device_of(saved.x):
+        return _backward(saved, grads, settings)
 
-    Args:
-        grads: the gradients of gates, probs, sums and the cast tokens; None means zeros.
-    """
+
+def _backward(
+    saved: SavedRoute, grads: RouteGradients, settings: RouteSettings
+) -> tuple[Tensor, Tensor]:
+    x, weight, noise, ids, _, probs, _, logits = saved
+    _, normalize, loss, noise_std, loss_noise_std, *_ = settings
+    if grads.sums is None:
+        loss = "none"
     x, weight, noise = x.contiguous(), _contiguous(weight), _contiguous(noise)
     grad_gates, grad_probs, grad_sums, grad_inputs = (_contiguous(grad) for grad in grads)
     num_tokens, num_experts, model_dim, _ = _sizes(x, weight)

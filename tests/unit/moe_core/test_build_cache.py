@@ -17,10 +17,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from moe_core.files import exclusive_lock
-from moe_core.ops.backend import Request, select
+from moe_core.ops.backend import language
 from moe_core.ops.native import build_cache, instruction_sets
 from moe_core.ops.native import library as native_library
 from moe_core.ops.native.build_cache import cache_directory, compiled_library
@@ -395,8 +394,7 @@ def test_a_wheels_libraries_need_no_compiler(damaged, tmp_path, monkeypatch, cap
     monkeypatch.setattr(native_library, "sets_of_cpu", lambda: [first])
     monkeypatch.setenv("CXX", "no-such-compiler")
     choose_again()
-    request = Request("auto", "cpu", torch.float32, weight_dtype=torch.float32, activation="gelu")
-    forms = [select("ffn", request) for _ in range(2)]
-    assert forms == ["ffn.reference" if damaged else "ffn.cpp"] * 2
+    languages = [language("auto", "cpu") for _ in range(2)]
+    assert languages == ["torch" if damaged else "cpp"] * 2
     assert caplog.text.count("since C++ cannot be used") == damaged
     assert ("no-such-compiler" in caplog.text) == damaged

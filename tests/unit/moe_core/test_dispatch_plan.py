@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_cases import make_layer
 
 from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
-from moe_core.ops.backend import Request, select
+from moe_core.ops.backend import language
 from moe_core.ops.native import library
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be():
     for expert in (-1, 4):
         with pytest.raises(ValueError, match=r"below num_experts \(4\)"):
             make_plan(torch.tensor([[0], [expert]]), 4, None)
-    arguments = (torch.tensor([[0], [1]]), 4, 1, None, None, 1, "plan.cpp")
+    arguments = (torch.tensor([[0], [1]]), 4, 1, None, None, 1, "cpp")
     with pytest.raises(ValueError, match=r"num_rows \(1\) at least"):  # two choices are kept
         torch.ops.moe_core.make_plan(*arguments)
 
@@ -208,7 +208,7 @@ def test_any_strides():
 def test_opcheck():
     ids = torch.arange(14).view(7, 2) % 8
     for limit, device_limit in ((None, None), (2, None), (None, torch.tensor(2))):
-        arguments = (ids, 8, limit, device_limit, torch.rand(7), 14, "plan.cpp")
+        arguments = (ids, 8, limit, device_limit, torch.rand(7), 14, "cpp")
         torch.library.opcheck(torch.ops.moe_core.make_plan.default, arguments)
 
 
@@ -231,14 +231,11 @@ def test_layer_equals_the_one_by_torch(dtype):
 
 @needs_cpp
 def test_which_form_runs(monkeypatch, choose_again):
-    def form(kernels: str, device: str) -> str:
-        return select("plan", Request(kernels, device, torch.int64))
-
-    assert form("auto", "cpu") == "plan.cpp"
-    assert form("torch", "cpu") == "plan.reference"
-    assert form("auto", "meta") == "plan.reference"
+    assert language("auto", "cpu") == "cpp"
+    assert language("torch", "cpu") == "torch"
+    assert language("auto", "meta") == "torch"
     with pytest.raises(ValueError, match=r"kernels \('cpp'\) must be one of auto, triton, "):
-        form("cpp", "cpu")
+        language("cpp", "cpu")
     monkeypatch.setattr(library, "sets_of_cpu", list)
     choose_again()
-    assert form("auto", "cpu") == "plan.reference"
+    assert language("auto", "cpu") == "torch"

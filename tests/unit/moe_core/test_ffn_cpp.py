@@ -21,10 +21,11 @@ from ffn_cases import (
 
 from moe_core import MoEConfig, MoELayer
 from moe_core.ops import ExpertWeights, expert_ffn
-from moe_core.ops.backend import KERNEL_ACTIVATIONS, Request, select
+from moe_core.ops.backend import KERNEL_ACTIVATIONS
 from moe_core.ops.ffn import cpp as ffn_cpp
 from moe_core.ops.ffn.dropout import Dropout
 from moe_core.ops.ffn.inputs import MoEFFNInputs
+from moe_core.ops.ffn.op import kernels_for
 from moe_core.ops.native import instruction_sets, library
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 from moe_core.options import CPU_KERNELS
@@ -46,9 +47,9 @@ needs_cpp = pytest.mark.skipif(
 )
 
 
-def form(dtypes, device: str = "cpu", kernels: str = "auto", activation: str = "gelu") -> str:
-    request = Request(kernels, device, dtypes[0], weight_dtype=dtypes[1], activation=activation)
-    return select("ffn", request)
+def language(dtypes, device: str = "cpu", kernels: str = "auto", activation: str = "gelu") -> str:
+    weight = torch.empty(1, dtype=dtypes[1], device=device)
+    return kernels_for(kernels, weight, dtypes[0], activation).language
 
 
 def by_cpp(case, kernels: str) -> list[torch.Tensor]:
@@ -62,8 +63,8 @@ def by_cpp(case, kernels: str) -> list[torch.Tensor]:
 
 @each_dtype
 def test_it_is_chosen_for_its_activations(dtypes, kernels):
-    chosen = {form(dtypes, kernels=kernels, activation=name) for name in KERNEL_ACTIVATIONS}
-    assert chosen == {"ffn.cpp"}
+    used = {language(dtypes, kernels=kernels, activation=name) for name in KERNEL_ACTIVATIONS}
+    assert used == {"cpp"}
 
 
 @each_dtype
@@ -119,7 +120,7 @@ def test_dropout_follows_its_seed_in_both_directions(model_dim, hidden_dim, gate
     expected = by_reference(rows, weights, ends, grad, activation, kept)
     order = torch.arange(80)
     plan = (order, ends, order.unsqueeze(1), None)
-    rest = (*plan, seed, activation, 0.3, True, kernels, "ffn.cpp")
+    rest = (*plan, seed, activation, 0.3, True, kernels, "cpp")
     inputs = MoEFFNInputs(rows, None, *weights, None, None, None, *rest)
     out, hidden = OPS.moe_ffn(*inputs)
     needs = [tensor is not None for tensor in inputs[:8]]
@@ -172,16 +173,16 @@ def test_weights_of_two_dtypes_or_shapes_are_refused():
 
 def test_other_dtypes_and_devices_are_left_to_others():
     fp16, fp32 = torch.float16, torch.float32
-    assert form((torch.float64, torch.float64)) == "ffn.reference"
-    assert form((fp16, fp32)) == "ffn.reference"
-    assert form((fp32, torch.int16)) == "ffn.reference"  # packed bf16
-    assert form(FP32, "meta") == "ffn.reference"
+    assert language((torch.float64, torch.float64)) == "torch"
+    assert language((fp16, fp32)) == "torch"
+    assert language((fp32, torch.int16)) == "torch"  # packed bf16
+    assert language(FP32, "meta") == "torch"
 
 
 def test_a_cpu_without_the_instructions_is_left_to_torch(monkeypatch, choose_again):
     monkeypatch.setattr(library, "sets_of_cpu", list)
     choose_again()
-    assert [form(dtypes) for dtypes in (FP32, MIXED, BF16)] == ["ffn.reference"] * 3
+    assert [language(dtypes) for dtypes in (FP32, MIXED, BF16)] == ["torch"] * 3
 
 
 def test_instructions_that_are_not_here_are_refused_by_name(monkeypatch, choose_again):
@@ -192,7 +193,7 @@ def test_instructions_that_are_not_here_are_refused_by_name(monkeypatch, choose_
         if name == "avx2" and platform.machine() == "x86_64":
             continue
         with pytest.raises(ValueError, match=rf"kernels \('{name}'\).*lacks the instructions"):
-            form(FP32, kernels=name)
+            language(FP32, kernels=name)
 
 
 @pytest.mark.parametrize(

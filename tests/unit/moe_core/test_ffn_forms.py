@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.ops import ExpertWeights, expert_ffn, pack_weights
-from moe_core.ops.backend import FORMS, Request, select
+from moe_core.ops.backend import chosen
 from moe_core.ops.ffn import grouped, linear
+from moe_core.ops.ffn.op import kernels_for
 from moe_core.ops.native.instruction_sets import sets_of_cpu
 
 OPS = torch.ops.moe_core
@@ -282,20 +283,21 @@ def test_the_plain_form_compiles_without_reading_the_offsets():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_torch_compile_selects_the_forms_that_run_without_it(dtype):
-    """Each call has its own constant, by all fields of its request."""
-    requests = [
-        (operation, Request(kernels, "cpu", dtype, dtype, None, activation))
-        for operation in FORMS
-        for kernels in ("auto", "torch")
-        for activation in ("gelu", "an_own_one")
-    ]
+def test_torch_compile_chooses_the_kernels_that_run_without_it(dtype):
+    """Each call has its own constant, by all arguments. int32 and int16: packed weights."""
+    weights = [torch.ones(2, dtype=dtype), torch.ones(2, dtype=torch.int32)]
 
-    def forms(x: torch.Tensor) -> list[str]:
-        return [select(operation, request) for operation, request in requests]
+    def languages(x: torch.Tensor) -> list[str]:
+        chosen_here = [chosen(kernels, x).language for kernels in ("auto", "torch")]
+        return chosen_here + [
+            kernels_for(kernels, weight, dtype, activation).language
+            for weight in weights
+            for kernels in ("auto", "torch")
+            for activation in ("gelu", "an_own_one")
+        ]
 
-    compiled = torch.compile(forms, backend="eager", fullgraph=True)
-    assert compiled(torch.ones(2)) == forms(torch.ones(2))
+    compiled = torch.compile(languages, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)) == languages(torch.ones(2))
 
 
 @each_kind

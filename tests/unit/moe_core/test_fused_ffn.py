@@ -76,7 +76,7 @@ class Case(MoECase):
         choices, offsets, slots, kept, _ = self.plan
         rest = (choices, offsets, slots, kept, None, self.activation, 0.0, keep_hidden)
         casts = (None, None, None)
-        arguments = (self.tokens, self.gates, *self.weights, *casts, *rest, "auto", "ffn.cpp")
+        arguments = (self.tokens, self.gates, *self.weights, *casts, *rest, "auto", "cpp")
         return MoEFFNInputs(*arguments)._replace(**changes)
 
 

@@ -53,7 +53,7 @@ def test_bf16_equals_plain_torch(shape, top_k, capacity_factor, kernels):
 
 
 def test_auto_takes_triton_and_says_so(caplog):
-    backend.selected.cache_clear()
+    backend.language.cache_clear()
     backend._log_once.cache_clear()
     caplog.set_level(logging.INFO, "moe_core")
     make_layer(dtype=torch.float32).cuda()(torch.randn(20, 6, device="cuda"))

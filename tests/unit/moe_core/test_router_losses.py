@@ -18,7 +18,7 @@ from moe_core.losses import (
     gshard_sums,
     squared_variation,
 )
-from moe_core.routing import route
+from moe_core.routing import route_by_tokens
 
 # Three tokens, two experts: probabilities .75 / .25, .75 / .25 and .5 / .5, all of them choose
 # expert 0.
@@ -116,7 +116,7 @@ def test_load_importance_gradient(aux_loss, top_k):
 
     def loss(logits):
         torch.manual_seed(0)  # the same noise every time
-        return route(logits, config, top_k, training=True).aux_loss
+        return route_by_tokens(logits, config, top_k, training=True).aux_loss
 
     logits = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert torch.autograd.gradcheck(loss, logits.requires_grad_())
@@ -126,7 +126,7 @@ def test_noise_has_the_stated_scale():
     config = MoEConfig(4, 4, 4, gate_noise=2.0)
     torch.manual_seed(0)
     logits = torch.zeros(20000, 4, dtype=torch.float64)
-    noise = route(logits, config, 1, training=True).probs.log()
+    noise = route_by_tokens(logits, config, 1, training=True).probs.log()
     # softmax leaves the noise less its mean: 3/4 of the variance
     noise = noise - noise.mean(1, keepdim=True)
     assert noise.std().item() == pytest.approx(2.0 / 4 * math.sqrt(3 / 4), rel=0.02)

@@ -10,12 +10,13 @@ from moe_cases import make_layer
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_core.ops import DispatchPlan, combine, dispatch, make_plan
-from moe_core.ops.backend import Request, select
+from moe_core.ops.backend import chosen
 from moe_core.ops.combine import cpp, reference
+from moe_core.ops.combine.op import _language
 
 OPS = torch.ops.moe_core
 FP32, BF16 = torch.float32, torch.bfloat16
-CPP = "combine.cpp"
+CPP = "cpp"
 
 
 def plan_of_7_tokens(top_k: int, capacity: int | None) -> DispatchPlan:
@@ -52,7 +53,7 @@ def test_combine_returns_the_wider_dtype_and_gradients_of_each_input(dtypes):
 
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_opcheck(capacity):
-    if form(FP32) != CPP:
+    if language(FP32) != CPP:
         pytest.skip("this CPU or compiler lacks the instructions")
     choices, _, slots, kept, _ = plan_of_7_tokens(2, capacity)
     shapes = (7, 3), (len(choices), 3), (7, 2)
@@ -72,7 +73,7 @@ def test_opcheck(capacity):
 def test_fake_kernels_give_the_strides_of_real_ones():
     """What torch.compile plans with, also for transposed rows, which an experts module may
     return."""
-    if form(FP32) != CPP:
+    if language(FP32) != CPP:
         pytest.skip("this CPU or compiler lacks the instructions")
     choices, _, slots, kept, _ = plan_of_7_tokens(2, 2)
     shapes = (3, len(choices)), (2, 7), (3, 7)
@@ -80,7 +81,7 @@ def test_fake_kernels_give_the_strides_of_real_ones():
     of_experts, weights, ends, _ = ffn_inputs([0, 7, 5], dtypes=(FP32, FP32), gated=False)
     of_experts = of_experts.t().contiguous().t()
     order = torch.arange(len(of_experts))
-    rest = (order, ends, order.unsqueeze(1), None, None, "gelu", 0.0, False, "auto", "ffn.cpp")
+    rest = (order, ends, order.unsqueeze(1), None, None, "gelu", 0.0, False, "auto", CPP)
     for op, inputs in (
         (OPS.combine_rows_backward, (tokens, [True, True], rows, gates, choices, slots, kept, CPP)),
         (OPS.moe_ffn, (of_experts, None, *weights, None, None, None, *rest)),
@@ -101,13 +102,14 @@ def test_flops_of_a_layer_are_counted():
 # C++
 
 
-def form(dtype: torch.dtype, device: str = "cpu", **dtypes) -> str:
-    return select("combine", Request("auto", device, dtype, **dtypes))
+def language(dtype: torch.dtype, device: str = "cpu", gate_dtype: torch.dtype = FP32) -> str:
+    rows, gates = (torch.empty(1, dtype=d, device=device) for d in (dtype, gate_dtype))
+    return _language(chosen("auto", rows), rows, gates)
 
 
 def case(dtype, top_k: int, capacity: int | None, model_dim: int, num_tokens: int = 60):
     """rows [N, M] with NaN in those that hold no choice, gates [T, K] and the plan."""
-    if form(dtype) != CPP:
+    if language(dtype) != CPP:
         pytest.skip("this CPU or compiler lacks the instructions")
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(num_tokens, 4, generator=generator).softmax(1)
@@ -173,9 +175,9 @@ def test_rows_that_an_exchange_did_not_bring_back():
 
 
 def test_what_is_left_to_torch():
-    assert form(torch.float64) == "combine.reference"
-    assert form(FP32, gate_dtype=torch.float64) == "combine.reference"
-    assert form(FP32, device="meta") == "combine.reference"
+    assert language(torch.float64) == "torch"
+    assert language(FP32, gate_dtype=torch.float64) == "torch"
+    assert language(FP32, device="meta") == "torch"
 
 
 def test_capacity_0_gives_no_row_and_zeros():

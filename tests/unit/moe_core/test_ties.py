@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_core import MoEConfig, MoELayer, ops
 from moe_core.ops.route.reference import route_and_sums
-from moe_core.routing import route
+from moe_core.routing import route_by_tokens
 
 VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf, math.nan])
 
@@ -37,7 +37,7 @@ def test_torch_s_form_chooses_as_a_stable_sort_whatever_the_logits_are(drawn):
     """NaN counts as infinity; each expert comes once."""
     logits, top_k = drawn
     config = MoEConfig(1, 1, logits.shape[1], kernels="torch")
-    ids = route(logits, config, top_k, training=False).expert_ids
+    ids = route_by_tokens(logits, config, top_k, training=False).expert_ids
     keys = logits.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     assert torch.equal(ids, keys.sort(dim=1, descending=True, stable=True).indices[:, :top_k])
 
@@ -45,14 +45,14 @@ def test_torch_s_form_chooses_as_a_stable_sort_whatever_the_logits_are(drawn):
 def test_probabilities_that_underflow_do_not_tie():
     logits = torch.tensor([[0.0, -900.0, -300.0, -600.0]])
     config = MoEConfig(1, 1, 4, kernels="torch")
-    ids = route(logits, config, 4, training=False).expert_ids
+    ids = route_by_tokens(logits, config, 4, training=False).expert_ids
     assert ids.tolist() == [[0, 2, 3, 1]]
 
 
 def test_sigmoids_that_round_to_one_do_not_tie():
     logits = torch.tensor([[20.0, 21.0, 23.0, 22.0]])
     config = MoEConfig(1, 1, 4, kernels="torch", gate_activation="sigmoid")
-    ids = route(logits, config, 2, training=False).expert_ids
+    ids = route_by_tokens(logits, config, 2, training=False).expert_ids
     assert ids.tolist() == [[2, 3]]
 
 

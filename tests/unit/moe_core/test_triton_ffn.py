@@ -22,8 +22,8 @@ from triton_cases import CHEAP_CHECKS, INTERPRETED, compile_launches, run_interp
 from moe_core import MoEConfig, MoELayer, cast_ahead
 from moe_core.experts import Experts
 from moe_core.ops import ExpertWeights, expert_ffn, make_plan, moe_ffn
-from moe_core.ops.backend import Request, select
 from moe_core.ops.ffn.inputs import MoEFFNInputs
+from moe_core.ops.ffn.op import kernels_for
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
@@ -147,8 +147,8 @@ class TestKernels:
     def test_activations_without_bias(self, activation, gated):
         case = Case(33, capacity=10, bias=False, gated=gated)
         case.tokens *= 4  # beyond the limits of the clamped one
-        request = Request("triton", DEVICE, torch.float32, activation=activation)
-        assert select("ffn", request) == "ffn.triton"
+        used = kernels_for("triton", case.weights.w1, torch.float32, activation)
+        assert used.language == "triton"
         assert_close(case.found(activation), case.expected(activation), torch.float32)
 
     @pytest.mark.slow
@@ -195,8 +195,7 @@ class TestKernels:
         case.gates, used = None, int(case.plan.offsets[-1])
         case.tokens = case.tokens[case.plan.choices]
         case.grad = case.grad[:used]
-        request = Request("triton", DEVICE, dtype, torch.float32, activation="gelu")
-        assert select("ffn", request) == "ffn.triton"
+        assert kernels_for("triton", case.weights.w1, dtype, "gelu").language == "triton"
         torch.manual_seed(3)
         seed = OPS.dropout_seed(case.tokens)
         kept = None
@@ -257,8 +256,8 @@ class TestKernels:
         seed = OPS.dropout_seed(case.tokens)
         inputs = (case.tokens, case.gates, *case.weights)
         leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
-        form = ("triton", "ffn.triton")
-        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5, True, *form)
+        kernels = ("triton", "triton")
+        rest = (None, None, None, *case.plan[:4], seed, "silu", 0.5, True, *kernels)
         torch.library.opcheck(OPS.moe_ffn.default, (*leaves, *rest), test_utils=CHEAP_CHECKS)
         hidden = OPS.moe_ffn(*inputs, *rest)[1]
         needs = [True, False, True, True, False, True, gated, False]
@@ -291,8 +290,8 @@ class TestKernels:
             ("auto", torch.float32, not INTERPRETED),
             ("auto", HALF, not INTERPRETED),
         ):
-            form = select("ffn", Request(kernels, DEVICE, dtype, activation="gelu"))
-            assert (form == "ffn.triton") == taken
+            weight = torch.zeros(1, dtype=dtype, device=DEVICE)
+            assert (kernels_for(kernels, weight, dtype, "gelu").language == "triton") == taken
 
     @pytest.mark.parametrize(
         "options",

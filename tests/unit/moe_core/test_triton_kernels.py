@@ -32,9 +32,9 @@ from moe_core.ops import (
 )
 from moe_core.ops.native import library
 from moe_core.ops.native.instruction_sets import SETS
+from moe_core.ops.route.inputs import RouteGradients, RouteSettings, SavedRoute
 from moe_core.router import LinearRouter
-from moe_core.routing import logits_of, router_logits
-from moe_core.routing import route as choose_experts
+from moe_core.routing import logits_of, route_by_tokens, router_logits
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 OPS = torch.ops.moe_core
@@ -82,7 +82,7 @@ def with_gradients(function, inputs, seed: int = 3) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    backend.selected.cache_clear()
+    backend.language.cache_clear()
     backend._log_once.cache_clear()
 
 
@@ -276,23 +276,23 @@ class TestKernels:
         _, ids, probs, sums = route_by_triton(logits, logits_noise, 2, True, "load_importance", 0.2)
         nothing = logits.new_empty(0)
         routed = (logits, None, logits_noise, ids, gates, probs, nothing, nothing)
-        form = ("softmax", "route.triton", "triton")
         priority = probs.amax(1)
-        loss = (True, "load_importance", 0.2, 0.2)
+        noisy = ("triton", 2, True, "load_importance", 0.2, 0.2, "triton", "softmax")
+        plain = ("triton", 2, True, "gshard", 0.25, 0.25, "triton", "softmax")
         grad_gates = torch.ones_like(gates)
         leaves = [t.clone().requires_grad_() for t in (tokens, rows, gates, logits)]
         x, weight = random(20, 16).requires_grad_(), random(4, 16, seed=1).requires_grad_()
         noise = random(20, 4, seed=2)
         loss_sums = (100 * random(2, 6).abs()).requires_grad_()
         for op, inputs in (
-            (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "combine.triton")),
-            (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "combine.triton")),
-            (OPS.make_plan, (ids, 8, None, ids.new_full((), 2), priority, 14, "plan.triton")),
-            (OPS.route, (leaves[3], None, logits_noise, 2, *loss, None, *form)),
-            (OPS.route, (leaves[3], None, None, 2, True, "gshard", 0.0, 0.0, None, *form)),
-            (OPS.route_backward, (*routed, grad_gates, None, sums, None, *loss, *form)),
-            (OPS.route_backward, (*routed, None, probs, None, None, *loss, *form)),
-            (OPS.route, (x, weight, noise, 2, True, "gshard", 0.25, 0.25, torch.float16, *form)),
+            (OPS.dispatch_rows, (leaves[0], choices, slots, kept, "triton")),
+            (OPS.combine_rows, (*leaves[1:3], choices, slots, kept, "triton")),
+            (OPS.make_plan, (ids, 8, None, ids.new_full((), 2), priority, 14, "triton")),
+            (OPS.route, (leaves[3], None, logits_noise, None, *noisy)),
+            (OPS.route, (leaves[3], None, None, None, *plain)),
+            (OPS.route_backward, (*routed, grad_gates, None, sums, None, *noisy)),
+            (OPS.route_backward, (*routed, None, probs, None, None, *noisy)),
+            (OPS.route, (x, weight, noise, torch.float16, *plain)),
             (OPS.loss_of_sums, (loss_sums, None, 40, "load_importance")),
         ):
             torch.library.opcheck(op.default, inputs, test_utils=CHEAP_CHECKS)
@@ -326,8 +326,7 @@ class TestKernels:
 
     def test_the_log_names_triton(self, caplog):
         caplog.set_level(logging.INFO, "moe_core")
-        request = backend.Request("triton", DEVICE, torch.float32)
-        assert {backend.select("route", request) for _ in range(3)} == {"route.triton"}
+        assert {backend.language("triton", DEVICE) for _ in range(3)} == {"triton"}
         (line,) = caplog.messages
         version = sys.modules["triton"].__version__
         interpreted = " (interpreted)" if INTERPRETED else ""
@@ -372,13 +371,13 @@ class TestKernelsOfALinearRouter:
 
         def fused():
             with torch.autocast(DEVICE, half, enabled=half is not None):
-                routing = choose_experts(logits_of(router, x, config), config, top_k, True)
+                routing = route_by_tokens(logits_of(router, x, config), config, top_k, True)
             assert routing.inputs is not None
             return routing, routing.inputs
 
         def plain():
             logits = router_logits(router, x)
-            return choose_experts(logits, config, top_k, True), x.to(half or x.dtype)
+            return route_by_tokens(logits, config, top_k, True), x.to(half or x.dtype)
 
         results = []
         for function in (fused, plain):
@@ -441,7 +440,7 @@ class TestKernelsOfALinearRouter:
         layer = MoELayer(config).to(DEVICE)
         x = tokens_of(6, 16)
         logits = logits_of(layer.router, x, config)
-        routing = choose_experts(logits, config, 1, True, balance=layer.balance)
+        routing = route_by_tokens(logits, config, 1, True, balance=layer.balance)
         assert routing.inputs is None
 
     def test_hooks_of_the_router_run(self):
@@ -486,11 +485,13 @@ def test_kernels_compile_without_a_gpu(architecture, monkeypatch):
         (logits, None, logits, "load_importance", None),
         (tokens, weight, torch.zeros(40, 8), "load_importance", torch.bfloat16),
     ):
-        gates, ids, probs, sums, inputs, kept = triton_route.forward(
-            x, w, noise, 2, True, loss, 0.1, 0.1, cast_to
+        settings = RouteSettings(2, True, loss, 0.1, 0.1)
+        gates, ids, probs, sums, inputs, *kept = triton_route.forward(
+            x, w, noise, cast_to, settings
         )
-        grads = (gates, None, sums, inputs if cast_to else None)
-        triton_route.backward(x, w, noise, ids, probs, kept, grads, True, loss, 0.1, 0.1)
+        grads = RouteGradients(gates, None, sums, inputs if cast_to else None)
+        saved = SavedRoute(x, w, noise, ids, gates, probs, *kept)
+        triton_route.backward(saved, grads, settings)
         for count in (None, total):
             loss_triton.loss_of_sums(sums, count, 40, loss)
             loss_triton.loss_of_sums_backward(total, sums, count, 40, loss)
@@ -517,16 +518,15 @@ def test_the_log_names_what_runs_on_a_cpu_once(kernels, has_library, named, capl
         found = avx2, None
     monkeypatch.setattr(library, "chosen", lambda kernels="auto": found)
     caplog.set_level(logging.INFO, "moe_core")
-    request = backend.Request(kernels, "cpu", torch.float64)
-    assert [backend.select("combine", request) for _ in range(2)] == ["combine.reference"] * 2
+    expected = "cpp" if "C++" in named else "torch"
+    assert [backend.language(kernels, "cpu") for _ in range(2)] == [expected] * 2
     assert caplog.messages == [f"moe_core kernels: {named} on cpu"]
 
 
 def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
     # what importing it does where it is not installed
     monkeypatch.setitem(sys.modules, "triton", None)
-    request = backend.Request("auto", "cuda", torch.float32)
-    assert [backend.select("route", request) for _ in range(2)] == ["route.reference"] * 2
+    assert [backend.language("auto", "cuda") for _ in range(2)] == ["torch"] * 2
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
@@ -534,7 +534,7 @@ def test_auto_says_why_it_is_not_triton(caplog, monkeypatch):
     )
     assert "ModuleNotFoundError" in record.getMessage()
     with pytest.raises(ValueError, match=r"'triton'.*'cuda'.*ModuleNotFoundError"):
-        backend.select("route", request._replace(kernels="triton"))
+        backend.language("triton", "cuda")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a CPU")
@@ -546,8 +546,7 @@ def test_triton_forced_on_a_cpu_without_the_interpreter():
 
 def test_shapes_alone_need_no_kernels(caplog):
     caplog.set_level(logging.INFO, "moe_core")
-    request = backend.Request("triton", "meta", torch.float32)
-    assert backend.select("route", request) == "route.reference"
+    assert backend.language("triton", "meta") == "torch"
     assert caplog.messages == []
 
 

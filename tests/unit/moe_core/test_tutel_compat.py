@@ -496,7 +496,8 @@ def test_collectives_of_one_process():
         assert torch.equal(function(x), x)
     assert net.all_to_all(x, 1, 0, background=True)() is x
     assert (net.get_world_size(), net.get_world_rank()) == (1, 0)
-    assert net.create_standalone_group() is None
+    with pytest.raises(NotImplementedError, match=r"tutel.net.spatial_split has no counterpart"):
+        net.spatial_split(x, 0)
     assert net.batch_all_gather_v([x])[1].tolist() == [6]
     net.barrier()
     assert moe.moe_layer.global_expert_count(3) == 3
@@ -513,17 +514,12 @@ def test_a_session_of_one_process(capsys, monkeypatch):
     assert system.get_local_session() is env
     assert system.record_time() <= system.record_time()
     env.dist_print("printed", 1)
-    assert system.perform(lambda: None, 3) > 0
-    assert "printed 1\nFunction Latency" in capsys.readouterr().out
+    assert capsys.readouterr().out == "printed 1\n"
     with pytest.raises(ValueError, match=r"backend \('nccl'\) is not the one in use \('gloo'\)"):
         net.create_groups_from_world(1, include_init="nccl")
 
 
 def test_small_helpers_of_system(tmp_path):
-    system.cache().set("x", 1)
-    assert (system.cache().get("x"), system.cache().get()) == (1, [1])
-    system.cache().reset()
-    assert system.cache().get() == []
     pattern = str(tmp_path / "new" / "{rank}-of-{size}.ckpt")
     name = system.apply_rank_size_from_pattern(pattern, rank=1, size=4)
     assert name.endswith("new/1-of-4.ckpt")

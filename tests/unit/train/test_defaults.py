@@ -414,9 +414,3 @@ def test_a_file_of_timm_with_its_description_beside_it(tmp_path):
             model = choose(photos, ["MODEL.PRETRAINED", name]).config.MODEL
             assert (name, [2, 2, 6, 2]) == (model.PRETRAINED, model.SWINV2.DEPTHS)
             assert class_map == model.CLASS_MAP
-
-
-def test_the_documentation_has_every_rule():
-    text = (Path(__file__).parents[3] / "docs" / "how-to" / "fine-tune.md").read_text()
-    for rule in defaults.RULES:
-        assert f"| `{rule.key}` | {rule.policy} |" in text
