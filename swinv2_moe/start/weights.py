@@ -129,7 +129,8 @@ def best_weights(num_train: int, given: Mapping[str, object]) -> tuple[str, str]
         return own, ""
     names = [one for one in _BEST if "DATA.IMG_SIZE" not in given or one not in _FIXED_SIZE]
     missing = [name for name in names if not is_cached(name)]
-    missing = [name for name in missing if name not in within(_HUB_SECONDS, download, missing)]
+    downloaded = within(_HUB_SECONDS, download, missing)
+    missing = [name for name in missing if name not in downloaded]
     places = {f"timm:{name}": name for name in names if name not in missing}
     if is_packaged():
         places[PACKAGED] = _PACKAGED_AS
