@@ -62,8 +62,10 @@ def complete(
         sections, note = without_slow_amp(all_sections(config), world)
         teacher = open_teacher(sections.train.distill, world)
         return Start(sections, source, teacher, None, lines + note)
-    if world.device.type != "cpu" and "TRAIN.MINUTES" not in choice.given:
-        config = changed(config, {"TRAIN.MINUTES": 0.0})
+    unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
+    alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
+    decided = {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
+    config = changed(config, decided)
     tried = [as_trained(changed(config, size), None, world) for size in choice.sizes or [{}]]
     candidates = [without_slow_amp(all_sections(one), world) for one, _ in tried]
     sections, note = candidates[0]

@@ -142,6 +142,7 @@ def test_ranks_decide_alike(photos, start_ranks, stand_in, tmp_path):
     )
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     assert configuration(tmp_path / "two").DATA.BATCH_SIZE == 4
+    assert not configuration(tmp_path / "two").TRAIN.ON_ALL
     assert outcomes[0].out.count("expected duration") == 1
     assert "expected duration" not in outcomes[1].out
 
