@@ -133,7 +133,7 @@ def row(family: Family) -> str:
         gated = ", gated" if layer.config.gated else ""
         result = f"`{name.removesuffix('.moe')}`, {layer.config.activation}{gated}"
     except ValueError as error:
-        result = str(error).removesuffix(", of which no experts can be made")
+        result = str(error).removesuffix("; experts cannot replace it")
     return f"| {family.title} | `{family.name}` | {result} |\n"
 
 

@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
         metavar="auto|RUN",
         help="continue from a run; auto: from the newest complete checkpoint of --output",
     )
-    test.add_setting("--split", "test", "of which data set", choices=["train", "test"])
+    test.add_setting("--split", "test", "images to test on", choices=["train", "test"])
     test.add_argument("--output", metavar="JSON", help="a file for the results")
     show.add_argument("images", nargs="+", metavar="IMAGE", help="images and folders of images")
     show.add_setting("--output", "detections", "directory for the pictures", "DIR")

@@ -78,8 +78,8 @@ def check_annotated(directory: Path, files: Sequence[Path], names: Sequence[str]
     for file in files:
         if resolved in file.resolve().parents:
             raise UserError(
-                f"--pictures {directory}: {file}, which is to be predicted, lies in it; name"
-                " another directory"
+                f"--pictures {directory}: it holds {file}, one of the pictures; name another"
+                " directory"
             )
     pictures: dict[str, str] = {}  # the picture of each copy
     for name in names:

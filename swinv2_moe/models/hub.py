@@ -174,7 +174,7 @@ def read_timm_config(file: str | Path) -> Mapping[str, object]:
         _OPTIONAL_SETTINGS(description(content), "pretrained_cfg")
         label_names(content)
         if content.keys().isdisjoint([*_SETTINGS, *_DESCRIBING]):
-            raise ValueError(f"it has none of {', '.join(_DESCRIBING)}")
+            raise ValueError(f"it needs one of {', '.join(_DESCRIBING)}")
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             return {}
