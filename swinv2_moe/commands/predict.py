@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
         metavar="DIR",
         help="directory for copies with the classes and their probabilities",
     )
-    add_checkpoint_argument(parser)
+    add_checkpoint_argument(parser, default="final")
     add_opts_argument(parser)
     args = parser.parse_args()
     for option, value in (("--top-k", args.top_k), ("--batch-size", args.batch_size)):

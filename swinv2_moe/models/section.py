@@ -354,7 +354,7 @@ class ModelConfig:
     pretrained: str = option(
         "",
         "a run or a checkpoint; a `.safetensors` or `.pth` file; a directory in timm's form; or"
-        " `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`",
+        " `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`, `efficientnet_lite2` (extra `teacher`)",
         affects="start",
     )
     upcycle: str = option(

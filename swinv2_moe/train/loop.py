@@ -91,12 +91,7 @@ class Trainer:
             best_by=config.train.best_by,
             patience=config.train.patience,
         )
-        self.schedule = optim.build_schedule(
-            config.train,
-            self.step.optimizer,
-            self.progress.steps_per_epoch,
-            world.size,
-        )
+        self.schedule = self.step.schedule(self.progress.steps_per_epoch)
         self.tuning = Tuning(model)
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
@@ -155,7 +150,7 @@ class Trainer:
             self.data.val_loader,
             self.world,
             step.autocast,
-            self._check_stop,
+            self.check_stop,
             # a compiled model would not show what its classifier sees
             novelty=config.best_by == "calibrated" and not config.compile,
         )
@@ -244,6 +239,8 @@ class Trainer:
         beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
         epoch_seconds = time.perf_counter() - self.epoch_started
         expected = sum(self.phases.seconds().values()) + epoch_seconds + beside
+        if self.config.train.on_all:  # the same again, on all pictures
+            expected += epoch * epoch_seconds / (1 - self.config.data.val_split)
         if self.world.agree(expected > 60 * minutes):
             self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
@@ -258,9 +255,9 @@ class Trainer:
         if self.distillation is not None:
             view = self.data.view_of_epoch(progress.epoch)
             with self.phases.phase("data"):
-                self.distillation.prepare(view, recorder, self._check_stop)
+                self.distillation.prepare(view, recorder, self.check_stop)
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
-        self.step.wrapped.train()
+        self.step.train()
         loader = Batches(self.data.train_loader, accumulation, self.phases)
         title = f"epoch {progress.epoch + 1}/{progress.epochs}"
         unreadable: list[str] = []
@@ -298,7 +295,7 @@ class Trainer:
         every = self.config.checkpoint.steps
         return bool(every) and self.progress.step % every == 0
 
-    def _check_stop(self) -> None:
+    def check_stop(self) -> None:
         """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
         has failed."""
         self.data.raise_if_staging_failed()

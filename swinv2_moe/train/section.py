@@ -247,6 +247,13 @@ class TrainConfig:
         False,
         "fit the classifier to the features of the frozen network first; this is saved as step 0",
     )
+    on_all: bool = option(
+        False,
+        "at the end, train again on all pictures, also those that `DATA.VAL_SPLIT` holds out, as"
+        " long as the best model was trained; `predict` and `export` use these weights. On one"
+        " process",
+        affects="",
+    )
     patience: int = option(
         0,
         "epochs without a better validation after which training ends; 0: never",

@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_bit_for_bit(config_of, computed, tmp_path, monkeyp
 
 def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys):
     train(config_of("whole", {"TRAIN.DISTILL.CACHE": tmp_path / "other"}))
-    check, calls = Trainer._check_stop, []
+    check, calls = Trainer.check_stop, []
 
     def check_stop(self):
         calls.append(1)
@@ -169,7 +169,7 @@ def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys)
         check(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_check_stop", check_stop)
+        patch.setattr(Trainer, "check_stop", check_stop)
         assert train(config_of("run")) is None
     assert "SIGTERM: stopped after step 0; to continue" in capsys.readouterr().out
     assert len(files_of(tmp_path / "cache")) == 2

@@ -32,6 +32,7 @@ from swinv2_moe.start.frozen import choose_size, extract_features, probe, set_cl
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
 from swinv2_moe.train.run import train
+from swinv2_moe.train.step import TrainingStep
 
 ALONE = World(0, 1, torch.device("cpu"))
 PROBED = {"TRAIN.PROBE": True, "TRAIN.BEST_BY": "calibrated"}
@@ -367,3 +368,21 @@ def test_training_ends_when_its_time_is_over(make_config, tmp_path):
     assert "TRAIN.MINUTES" in summary["ended"]
     longer = make_config(tmp_path / "run", keys | {"TRAIN.MINUTES": 0.0, "TRAIN.EPOCHS": 3})
     assert train(longer, "auto")["epochs"] == 3
+
+
+def test_batch_norms_keep_the_statistics_of_the_features(make_config, tmp_path):
+    """With a probe as the start; their weights are trained."""
+    network = {"MODEL.TYPE": "timm", "MODEL.NAME": "resnet10t", "DATA.IMG_SIZE": 32}
+    network |= {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.BLOCKS": []}
+    for probed in (True, False):
+        keys = network | {"TRAIN.PROBE": probed, "TRAIN.BASE_LR": 1e-2}
+        sections = all_sections(make_config(tmp_path, keys))
+        step = TrainingStep(sections.train, ALONE, build_model(sections.model, 10), 10)
+        norm = step.model.get_submodule("bn1")
+        mean, weight = norm.running_mean.clone(), norm.weight.detach().clone()
+        step.train()
+        assert step.model.training
+        step.model(torch.randn(4, 3, 32, 32))[0].sum().backward()
+        assert torch.equal(norm.running_mean, mean) == probed
+        assert norm.weight.grad is not None
+        assert torch.equal(norm.weight, weight)
