@@ -18,9 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swinv2_moe.detection.detector import Detector
     from swinv2_moe.models import add_experts
     from swinv2_moe.predict.predictor import Predictor
 else:
@@ -33,7 +34,7 @@ else:
 
 __version__ = "1.0.0"
 
-__all__ = ["add_experts", "fit", "load"]
+__all__ = ["add_experts", "fit", "fit_detector", "load"]
 
 
 def fit(
@@ -88,7 +89,36 @@ def fit(
 
     if train(config, None, continuation, choice=choice) is None:
         raise KeyboardInterrupt
-    return load(config.OUTPUT, config.DEVICE)
+    from swinv2_moe.predict.predictor import load_predictor
+
+    return load_predictor(config.OUTPUT, "best", ["DEVICE", config.DEVICE])
+
+
+def fit_detector(
+    data: str | os.PathLike, output: str | os.PathLike | None = None, **everyday: object
+) -> "Detector":
+    """Train a detector on a folder of labelled pictures, as `swinv2-moe detect train FOLDER` does.
+
+    Args:
+        data: the folder, with labels as COCO JSON, Pascal VOC XML or YOLO text.
+        output: the run directory, which must not hold a run; None: `output/` and the name of
+            `data`.
+        everyday: the short options of `swinv2-moe detect train`: `epochs`, `size`, `batch`, `lr`,
+            `weights`, `minutes`.
+
+    Returns:
+        The best detector in validation, as `load` returns it.
+
+    Raises:
+        TypeError: an argument is unknown.
+        swinv2_moe.errors.UserError: mmdetection is not installed; pictures, labels or weights that
+            cannot be used; or as `load`.
+    """
+    from swinv2_moe.detection.detector import load_detector
+    from swinv2_moe.detection.fit import fit, parse_given
+
+    name = None if output is None else os.fspath(output)
+    return load_detector(fit(os.fspath(data), name, parse_given(everyday)))
 
 
 def load(
@@ -96,11 +126,12 @@ def load(
     device: str = "auto",
     opts: Mapping[str, object] | Sequence[object] = (),
     checkpoint: str = "final",
-) -> "Predictor":
-    """A trained model that predicts the classes of pictures.
+) -> Any:
+    """A trained model that predicts the classes of pictures, or finds objects in them.
 
     Args:
-        run: a run directory, a checkpoint, or "tiny", the model of this package.
+        run: a run directory, a checkpoint, or "tiny", the model of this package. A run of a
+            detector on a folder gives a detector, which takes neither `device` nor `opts`.
         device: "auto", "cpu" or "cuda".
         opts: keys and values that override the checkpoint's configuration, as in `fit`.
         checkpoint: the checkpoint of a run: "final", which was trained on all pictures, or the best
@@ -111,6 +142,10 @@ def load(
         swinv2_moe.errors.UserError: there is no complete checkpoint, or it cannot be used.
     """
     # Not imported with the package: importing torch and timm takes seconds.
+    if os.path.isfile(os.path.join(os.path.expanduser(run), "detector.json")):
+        from swinv2_moe.detection.detector import load_detector
+
+        return load_detector(run, checkpoint)
     from swinv2_moe.predict.predictor import load_predictor
 
     return load_predictor(run, checkpoint, ["DEVICE", device, *_pairs(opts)])

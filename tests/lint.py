@@ -194,8 +194,9 @@ ALLOWED = {
     "swinv2_moe.train": RUNS
     + PICTURES
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.start"],
-    "swinv2_moe.detection": TRAINING + ["swinv2_moe.imports"],
-    "swinv2_moe.measure": TRAINING,
+    "swinv2_moe.detection": TRAINING
+    + ["swinv2_moe.imports", "swinv2_moe.predict", "swinv2_moe.export", "swinv2_moe.measure"],
+    "swinv2_moe.measure": TRAINING + ["swinv2_moe.predict"],
     "swinv2_moe.export": TRAINING,
     "swinv2_moe.predict": TRAINING,
     "tools": ["moe_core", "swinv2_moe"],

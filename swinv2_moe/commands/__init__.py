@@ -37,7 +37,7 @@ COMMANDS = {  # the help of each command
     "compress": "fewer experts, from a run with experts",
     "export": "ONNX or torch.export program of a checkpoint",
     "convert-checkpoint": "inspect, import or export weights",
-    "detect": "train, test and show detectors",
+    "detect": "objects: train on labelled pictures, predict, test, report",
     "throughput": "images/s of a configuration, beside the dense model",
     "plan-cluster": "predicted step time and memory on 1 to 4,096 GPUs",
     "quickstart": "digits, with experts and dense, in 3 minutes",

@@ -13,7 +13,7 @@ import unicodedata
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -221,6 +221,22 @@ def read_header(file: str | os.PathLike | BinaryIO) -> Header:
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
     return header
+
+
+def upright_size(path: str | os.PathLike) -> tuple[int, int]:
+    """Width and height of an image as `decode` turns it, in pixels, from its header.
+
+    Raises:
+        ValueError: as `read_header`.
+    """
+    width, height, _ = read_header(path)
+    # suppress: Pillow raises many errors on broken EXIF data, which `upright` ignores, too
+    with suppress(Exception), Image.open(path, formats=FORMATS) as image:
+        # Pillow turns a TIFF when it loads it, and gives its turned size.
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        if image.format != "TIFF" and orientation in (5, 6, 7, 8):
+            return height, width
+    return width, height
 
 
 def _unused(image: Image.Image) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from mmdet.models import CascadeRCNN, HybridTaskCascade, MaskRCNN
+from mmdet.models import GFL, CascadeRCNN, HybridTaskCascade, MaskRCNN
 from mmdet.registry import MODELS
 from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement
@@ -113,3 +113,8 @@ class MoECascadeRCNN(MoEDetector, CascadeRCNN):
 @MODELS.register_module()
 class MoEHybridTaskCascade(MoEDetector, HybridTaskCascade):
     """HTC, arXiv 1901.07518."""
+
+
+@MODELS.register_module()
+class MoEGFL(MoEDetector, GFL):
+    """GFL, arXiv 2006.04388."""

@@ -18,11 +18,11 @@ try:
     with contextlib.redirect_stdout(io.StringIO()):  # a line about a data format
         import mmdet.datasets
 
-    from swinv2_moe.detection import backbone, detectors, hooks, optim, runner
+    from swinv2_moe.detection import backbone, detectors, hooks, optim, runner, transforms
 except (ImportError, AssertionError) as error:  # mmdet asserts the version of mmcv
     raise UserError(
         "detection needs mmdetection and mmcv with its compiled operators; `make detection`"
         f" installs them ({error})"
     ) from error
 
-__all__ = ["backbone", "detectors", "hooks", "mmcv", "mmdet", "optim", "runner"]
+__all__ = ["backbone", "detectors", "hooks", "mmcv", "mmdet", "optim", "runner", "transforms"]

@@ -3,7 +3,7 @@
 import argparse
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +141,13 @@ def starting_checkpoint(config: Config, resume: str | None) -> str | None:
     return resume or config.get("load_from")
 
 
-def train(config: Config, resume: str | None = None) -> dict[str, float]:
+def train(
+    config: Config, resume: str | None = None, world: World | None = None
+) -> dict[str, float]:
     """Train on all processes of torchrun, and return the metrics of the last validation.
 
     Args:
+        world: the processes, if they have already met.
         resume: "auto" (the newest complete checkpoint of `work_dir`, if any), a run or a
             checkpoint.
 
@@ -156,7 +159,7 @@ def train(config: Config, resume: str | None = None) -> dict[str, float]:
     if resume not in (None, "auto"):
         config.load_from = resume
     use_trained_classes(config, starting_checkpoint(config, resume), ["train", "val"])
-    with _world(config) as world, only_run(Path(config.work_dir), world):
+    with _world(config, world) as world, only_run(Path(config.work_dir), world):
         runner = MoERunner.from_cfg(config)
         for file in imported_files():
             runner.logger.info(f"imported {file}")
@@ -182,13 +185,14 @@ def test(config: Config, source: str) -> dict[str, float]:
 
 
 @contextmanager
-def _world(config: Config) -> Iterator[World]:
+def _world(config: Config, met: World | None = None) -> Iterator[World]:
     """The processes of this run, within the block, after checking that they agree.
 
     Raises:
         UserError: the processes have different configurations.
     """
-    with open_world() as world, world.named_errors("a collective"):
+    met_here = open_world() if met is None else nullcontext(met)
+    with met_here as world, world.named_errors("a collective"):
         check_same_start(dict(_values(config.to_dict())), world)
         config.launcher = "none" if world.size == 1 else "pytorch"
         yield world

@@ -238,14 +238,18 @@ def quiet_console(logger: logging.Logger) -> None:
     """Show warnings, LoggerHook's lines and this package's at the terminal.
 
     The log's file has everything, as mmengine's report of its environment and configuration.
-    COCO's readers print while they make an index, and have no option to prevent it.
     """
-    for module in (pycocotools.coco, coco_api):
-        vars(module)["print"] = _print_nothing
+    quiet_readers()
     for handler in logger.handlers:
         handler.addFilter(_escape)
         if type(handler) is logging.StreamHandler:
             handler.addFilter(_is_shown)
+
+
+def quiet_readers() -> None:
+    """COCO's readers print while they make an index, and have no option to prevent it."""
+    for module in (pycocotools.coco, coco_api):
+        vars(module)["print"] = _print_nothing
 
 
 def _print_nothing(*words: object) -> None:

@@ -13,6 +13,7 @@ from moe_core import count_experts, expert_parameters, moe_layers
 from swinv2_moe.checkpoints import checkpoint
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import SwinTransformerV2MoE, load_dense, load_strict
+from swinv2_moe.models.hub import fetch_weights, is_hub_name, local_file
 from swinv2_moe.models.positions import set_windows
 from swinv2_moe.models.weight_files import read_torch_file, read_weights, unwrapped
 from swinv2_moe.models.weights import rank_experts
@@ -26,9 +27,9 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
     """Load the weights of a run, a checkpoint or a file into a trunk without head.
 
     Args:
-        source: a run of `train` or `detect` (its newest complete checkpoint is used),
-            a checkpoint, a file of `convert-checkpoint export single`, or a file of dense
-            weights for a dense trunk.
+        source: `bundled:tiny`, `timm:NAME`, a run of `train` or `detect` (its newest complete
+            checkpoint is used), a checkpoint, a file of `convert-checkpoint export single`, or a
+            file of dense weights for a dense trunk.
 
     Returns:
         what the weights were trained with, as far as it is known.
@@ -37,6 +38,10 @@ def load_pretrained(trunk: SwinTransformerV2MoE, source: str) -> TrainedWith:
         UserError: weights that cannot be read or are another model's; nothing is loaded.
     """
     trained = settings_of_weights(source, len(trunk.layers))
+    if is_hub_name(source):
+        _load_file(trunk, fetch_weights(source, _KEY), trained)
+        return trained
+    source = local_file(source)
     if not Path(source).is_dir():
         _load_file(trunk, Path(source), trained)
         return trained

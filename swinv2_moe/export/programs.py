@@ -73,6 +73,7 @@ def write_program(
     dtype: str,
     any_batch: bool,
     directory: Path,
+    output: str = OUTPUT,
 ) -> None:
     """Write the file FILES[kind] in `directory`.
 
@@ -80,6 +81,8 @@ def write_program(
         images: an example batch [B, C, S, S] on the model's device.
         any_batch: the program accepts any batch size, in place of B. Needs B >= 2 and a model
             without capacity.
+
+        output: name of the output of an ONNX program.
 
     Raises:
         OSError: the file cannot be written.
@@ -99,7 +102,7 @@ def write_program(
         if is_torch:
             _write_torch(exported, directory / FILES[kind])
         else:
-            _write_onnx(exported, dtype, directory / FILES[kind])
+            _write_onnx(exported, dtype, directory / FILES[kind], output)
 
 
 def load_program(kind: str, directory: Path, fixed_on: torch.device | None = None) -> Program:
@@ -149,13 +152,15 @@ def _load_torch(file: Path) -> Program:
 # ONNX
 
 
-def _write_onnx(exported: torch.export.ExportedProgram, dtype: str, file: Path) -> None:
+def _write_onnx(
+    exported: torch.export.ExportedProgram, dtype: str, file: Path, output: str
+) -> None:
     program = torch.onnx.export(
         exported,
         dynamo=True,
         verbose=False,
         input_names=[INPUT],
-        output_names=[OUTPUT],
+        output_names=[output],
         custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
     )
     assert program is not None
@@ -248,7 +253,7 @@ def _load_onnx(file: Path) -> Program:
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
     def run(images: Tensor) -> Tensor:
-        outputs = session.run([OUTPUT], {INPUT: images.numpy()})
+        outputs = session.run(None, {INPUT: images.numpy()})
         return torch.from_numpy(outputs[0])
 
     return run

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from swinv2_moe.config import default_config, flatten, model_config
@@ -28,9 +28,7 @@ def render(
         validations: the result of `validate` for each run.
         refresh: seconds after which a browser loads the page again; 0: never.
     """
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, finalize=_shown)
-    template = environment.get_template("report.html.j2")
+    template = page_template("report.html.j2")
     sections = []
     for run, validation in zip(runs, validations, strict=True):
         sections.append(_section(run, validation))
@@ -47,6 +45,12 @@ def render(
         differences=_differences(runs),
         footer=f"Made by swinv2-moe report on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC.",
     )
+
+
+def page_template(name: str) -> Template:
+    """A template of this folder. What it is given is escaped, and printable."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, finalize=_shown).get_template(name)
 
 
 def _shown(value: object) -> object:

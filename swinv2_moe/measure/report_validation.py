@@ -222,7 +222,7 @@ def _worst_pictures(
             names[predictions.predicted[position]], float(predictions.confidence[position])
         )
         true_class = Guess(names[truth], math.exp(-predictions.losses[position]))
-        pictures.append(Picture(_data_url(photo), names[truth], False, [guess, true_class]))
+        pictures.append(Picture(data_url(photo), names[truth], False, [guess, true_class]))
     return pictures
 
 
@@ -275,7 +275,7 @@ def _samples(
         labels = [picture.truth for picture in pictures[:_ROUTED]]
         num_experts = max(layer.config.num_experts for layer in moe_layers(model).values())
         figure = pictures_figure(painted, labels, list(shown), num_experts)
-        routing = _data_url(figure_pixels(figure))
+        routing = data_url(figure_pixels(figure))
     return pictures, routing
 
 
@@ -291,10 +291,11 @@ def _picture(
     for number, probability in zip(ids, best.values.tolist(), strict=True):
         guesses.append(Guess(names[number], probability))
     is_right = ids[0] == sample.target
-    return Picture(_data_url(photo), names[sample.target], is_right, guesses)
+    return Picture(data_url(photo), names[sample.target], is_right, guesses)
 
 
-def _data_url(picture: np.ndarray) -> str:
+def data_url(picture: np.ndarray) -> str:
+    """A JPEG of uint8 [H, W, 3] inside a page."""
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=88)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,14 +1,20 @@
-"""Copies of pictures with the predicted classes and their probabilities below."""
+"""Copies of pictures with the predicted classes and their probabilities below, or with the boxes
+of objects."""
 
 import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from swinv2_moe.data.images import decode, read_file, to_mode
 from swinv2_moe.errors import UserError
 from swinv2_moe.output import printable
+from swinv2_moe.plots import COLOURS
+from swinv2_moe.predict.objects import Found
 from swinv2_moe.predict.prediction import ClassProbability, Prediction
 
 _LONG_SIDE = 1024  # pixels of the photograph in the copy, at most
@@ -45,6 +51,74 @@ def annotate(image: Image.Image, top: tuple[ClassProbability, ...]) -> Image.Ima
     return copy
 
 
+class Box(NamedTuple):
+    """A box to draw, in pixels of the picture."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    text: str
+    colour: str  # as "#4477aa"
+    mask: np.ndarray | None = None  # bool, of the picture's shape
+
+
+def draw_boxes(image: Image.Image, boxes: Sequence[Box]) -> Image.Image:
+    """An RGB copy of the image with boxes and their texts, the last one on top."""
+    photo = to_mode(image, "RGB")
+    for box in boxes:
+        if box.mask is not None:
+            tint = Image.new("RGB", photo.size, box.colour)
+            photo = Image.composite(
+                Image.blend(photo, tint, 0.45), photo, Image.fromarray(255 * box.mask.astype("u1"))
+            )
+    copy = _resized(photo.copy())
+    scale = copy.width / image.width
+    draw = ImageDraw.Draw(copy)
+    text_height = max(_LEAST_TEXT, copy.width // (2 * _TEXT_SHARE))
+    font = _font(text_height)
+    for box in boxes:
+        left, top, right, bottom = (scale * edge for edge in box[:4])
+        draw.rectangle((left, top, max(left, right), max(top, bottom)), outline=box.colour, width=2)
+        text = _shortened(printable(box.text), font, copy.width)
+        width = font.getlength(text) + 4
+        x = max(0.0, min(left, copy.width - width))
+        y = max(0.0, top - text_height - 4)
+        draw.rectangle((x, y, x + width, y + text_height + 4), fill=box.colour)
+        draw.text((x + 2, y + 2 + text_height // 2), text, _text_on(box.colour), font, anchor="lm")
+    return copy
+
+
+def _text_on(colour: str) -> tuple[int, int, int]:
+    """Black on light colours, white on dark ones."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return (0, 0, 0) if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else _TEXT
+
+
+def save_boxes(found: Found, target: Path) -> None:
+    """Write a copy of a readable picture with the boxes of its objects, as a JPEG.
+
+    Raises:
+        UserError: `target` cannot be written.
+    """
+    _save(lambda: draw_boxes(decode(read_file(found.file)), boxes_of(found)), target)
+
+
+def boxes_of(found: Found) -> list[Box]:
+    """The boxes of a picture's objects, the highest score last, a colour for each class."""
+    boxes = []
+    for i in reversed(range(len(found.scores))):
+        mask = None
+        if found.masks is not None:
+            import pycocotools.mask
+
+            mask = pycocotools.mask.decode(found.masks[i]) > 0
+        text = f"{found.class_names[i]} {found.scores[i]:.0%}"
+        colour = COLOURS[int(found.labels[i]) % len(COLOURS)]
+        boxes.append(Box(*found.boxes[i].tolist(), text, colour, mask))
+    return boxes
+
+
 def _resized(photo: Image.Image) -> Image.Image:
     """The photograph, enlarged if it is narrow, and reduced if its long side exceeds _LONG_SIDE."""
     factor = max(1.0, _LEAST_WIDTH / photo.width)
@@ -78,8 +152,12 @@ def save_annotated(prediction: Prediction, target: Path) -> None:
     Raises:
         UserError: `target` cannot be written.
     """
+    _save(lambda: annotate(decode(read_file(prediction.file)), prediction.top), target)
+
+
+def _save(make: Callable[[], Image.Image], target: Path) -> None:
     try:
-        copy = annotate(decode(read_file(prediction.file)), prediction.top)
+        copy = make()
         target.parent.mkdir(parents=True, exist_ok=True)
         copy.save(target, "JPEG", quality=_QUALITY)
     except (OSError, ValueError) as error:  # ValueError: the picture has changed since it was read

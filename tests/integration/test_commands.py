@@ -186,7 +186,7 @@ def test_opts_of_a_command(swinv2_moe, tmp_path):
         ("swinv2-moe ev", ["evaluate"], ["train"]),
         ("swinv2-moe train --", ["--cfg", "--resume", "--opts"], ["--shots", "train"]),
         ("swinv2-moe few-shot --sh", ["--shots"], ["--cfg"]),
-        ("swinv2-moe detect ", ["train", "show"], ["evaluate"]),
+        ("swinv2-moe detect ", ["train", "predict"], ["evaluate"]),
     ],
 )
 def test_completion_in_a_shell(line, some, none, tmp_path):

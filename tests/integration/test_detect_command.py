@@ -1,5 +1,5 @@
-"""tools/detect.py on generated shapes: train, test and show; what it learns; mmdetection's own test
-script agrees."""
+"""tools/detect.py on generated shapes: train, test and predict; what it learns; mmdetection's own
+test script agrees."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from tool_cases import command
@@ -34,7 +33,7 @@ def detect(monkeypatch, capsys, tmp_path: Path):
     return command("detect", monkeypatch, capsys)
 
 
-def test_train_test_and_show(detect, tmp_path: Path) -> None:
+def test_train_test_and_predict(detect, tmp_path: Path) -> None:
     config = CONFIGS / "mask_rcnn.py"
     trained = detect("train", config, "--output", "run", "--opts", *SMALL)
     assert trained.status == 0, trained.err
@@ -56,17 +55,21 @@ def test_train_test_and_show(detect, tmp_path: Path) -> None:
     on_train = detect("test", config, "run", "--split", "train")
     assert "instances_train.json" in on_train.out
 
-    shown = detect("show", config, "run data/shapes/val --output pictures --threshold 0")
+    words = "run data/shapes/val --pictures drawn --output found.json --threshold 0"
+    shown = detect("predict --config", config, words)
     assert shown.status == 0, shown.err
-    pictures = sorted((tmp_path / "pictures").iterdir())
-    assert [picture.name for picture in pictures] == ["000000.png", "000001.png"]
-    pixels = np.asarray(Image.open(pictures[0]).convert("RGB"))
-    assert min(pixels.shape[:2]) > 300
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
+    pictures = sorted((tmp_path / "drawn").iterdir())
+    assert [picture.name for picture in pictures] == ["000000.png.jpg", "000001.png.jpg"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {row["file_name"] for row in found} == {"000000.png", "000001.png"}
+    assert {row["category_name"] for row in found} <= {"circle", "square", "triangle"}
+    for row in found:
+        size = Image.open(tmp_path / "data/shapes/val" / row["file_name"]).size
+        assert row["segmentation"]["size"] == list(size[::-1])
 
 
 @pytest.mark.parametrize("classes", ["", "'person','dog'"])
-def test_shows_with_a_configuration_of_coco(detect, tmp_path: Path, classes: str) -> None:
+def test_predicts_with_a_configuration_of_coco(detect, tmp_path: Path, classes: str) -> None:
     """Its data set has the names and colours, or names alone; with names of the user, it has those
     of COCO's colours."""
     config = "detection/coco_open/mask_rcnn"
@@ -77,11 +80,16 @@ def test_shows_with_a_configuration_of_coco(detect, tmp_path: Path, classes: str
         options += [f"model.roi_head.{head}.num_classes=2" for head in heads]
     model = build_detector(load_config(config, options))
     save_checkpoint({"state_dict": model.state_dict(), "meta": {}}, str(tmp_path / "model.pth"))
-    words = "model.pth data/shapes/val --output pictures --threshold 0 --opts"
-    shown = detect("show", config, words, *options)
+    words = "model.pth data/shapes/val --pictures drawn --output found.csv --threshold 0 --opts"
+    shown = detect("predict --config", config, words, *options)
     assert shown.status == 0, shown.err
-    assert shown.out.splitlines()[-2:] == [f"pictures/00000{n}.png: 2 objects" for n in (0, 1)]
-    assert len(list((tmp_path / "pictures").iterdir())) == 2
+    assert len(list((tmp_path / "drawn").iterdir())) == 2
+    rows = (tmp_path / "found.csv").read_text().splitlines()[1:]
+    assert len(rows) == 4
+    names = {row.split(",")[1] for row in rows}
+    assert not any(name.startswith("class ") for name in names)
+    if classes:
+        assert names <= {"person", "dog"}
 
 
 def table(out: str) -> list[str]:
@@ -125,8 +133,9 @@ def test_no_such_config_checkpoint_or_image(detect, tmp_path: Path) -> None:
         ("train none.py", "none.py"),
         ("test {config} nowhere", "nowhere"),
         ("test {config} nowhere --output no/ap.json", "no/ap.json"),
-        ("show {config} nowhere none.png", "none.png"),
-        ("show {config} nowhere {data}/annotations", "holds no images"),
+        ("predict --config {config} nowhere {data}/val", "nowhere"),
+        ("predict --config {config} {data} none.png", "none.png"),
+        ("predict --config {config} {data} {data}/annotations", "holds no images"),
     ):
         done = detect(words, config=CONFIGS / "mask_rcnn.py", data=tmp_path / "data/shapes")
         assert done.status == 2

@@ -228,6 +228,7 @@ def trained(tmp_path_factory):
     for name in ("dog.jpg", "photo.jpg"):
         shutil.copy(root / "holiday" / "000.jpg", root / name)
     make_coco(root / "DOWNLOADS")
+    make_shapes(root / "labelled", Options(train=8, val=2, min_size=64, max_size=96))
     (root / "base_moe_frozen.py").write_text(DETECTOR)
     (root / "book.txt").write_text("Once upon a time. " * 2000)
     for split in ("train", "val"):
@@ -267,7 +268,9 @@ def shortened(line: str) -> str:
         output = re.search(r"--output (\S+)", line)
         if output and "--resume" not in line:
             line = f"rm -rf {output[1]}\n{line}"
-    if " detect train " in line:
+    if " detect train labelled" in line:
+        line += " --epochs 1 --size 64"
+    elif " detect train " in line and "output/labelled" not in line:
         line = re.sub(r" --pretrained \S+", "", line).replace("_per_node 8", "_per_node 2")
         line += " --opts train_cfg.max_epochs=1 train_dataloader.num_workers=0"
     if "--index shards" in line:  # of tars that another program has made

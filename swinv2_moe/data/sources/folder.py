@@ -244,7 +244,7 @@ def _split(
     """
     if first is None:
         first = first_copies(images)
-    groups = _by_digest_of_name(images.paths, first)
+    groups = groups_of_copies(images.paths, first)
     labels = images.targets.tolist()
     counts = np.bincount(images.targets, minlength=len(classes))
     missing = np.rint(share * counts).astype(int).clip(1, counts - 1).tolist()
@@ -285,7 +285,7 @@ def _split(
     return parts[0], parts[1]
 
 
-def _by_digest_of_name(paths: np.ndarray, first: np.ndarray) -> list[list[int]]:
+def groups_of_copies(paths: np.ndarray, first: np.ndarray) -> list[list[int]]:
     """Groups of copies, ordered by the least SHA-256 of a group's names."""
     digests = [hashlib.sha256(path).digest()[:8] for path in paths.tolist()]
     keys = np.frombuffer(b"".join(digests), ">u8")  # [N]
