@@ -73,7 +73,7 @@ KIT = (
     Section("products", "Products of seven shapes", 100, "products.py", f"--shapes {SEVEN_SHAPES}",
             "--device cpu --rounds 1"),
     Section("ncu", "Counters of the kernels with an activation", 50, "products.py --bare",
-            "--shapes 18432x512x32", prefix=NCU),
+            "--shapes 18432x512x32", "--device cpu", prefix=NCU),
     Section("network-kernels", "Kernels of the network", 75, "kernels.py network",
             "--batch-sizes 128", f"{TINY_NETWORK} --passes 1"),
     Section("network", "Network, by graph and eager", 100, "model.py --graph",

@@ -16,6 +16,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -71,7 +72,9 @@ def networks(args) -> Passes:
         for combination, *configs in plan:
             for name, config in zip(("experts", "dense"), configs, strict=True):
                 with open_world(args.device, config.TIMEOUT) as world:
-                    subject = prepare(combination.mode, all_sections(config), world)
+                    sections = all_sections(config)  # not as a graph: the names of its kernels
+                    eager = replace(sections, train=replace(sections.train, graph=False))
+                    subject = prepare(combination.mode, eager, world)
                     with prepared_for_inference([subject]):
                         yield f"{combination}, {name}", subject.run
                     del subject

@@ -48,8 +48,8 @@ class MoEConfig:
     )
     eval_capacity_factor: float = option(
         0.0,
-        "as `capacity_factor`, in evaluation. At 0 (dropless) the result of a token does not"
-        " depend on other tokens; with `expert_choice`, 0 means the factor of training",
+        "as `capacity_factor`, in evaluation. At 0 a token's result does not depend on other"
+        " tokens; with `expert_choice`, 0 means the factor of training",
         affects="accuracy",
     )
     router: str = option(
@@ -68,8 +68,8 @@ class MoEConfig:
     )
     choose_per_image: bool = option(
         False,
-        "for `expert_choice`: an expert chooses the same number of tokens from each image; by"
-        " default it chooses from the whole batch",
+        "for `expert_choice`: an expert chooses equally many tokens of each image, not from the"
+        " whole batch",
         affects="accuracy",
     )
     gate_activation: str = option(
@@ -80,8 +80,8 @@ class MoEConfig:
     )
     balance: str = option(
         "loss",
-        "`loss`: an auxiliary loss balances the load; `bias`: a bias per expert instead,"
-        " which affects the choice but not the gate values (`moe_core.balance`)",
+        "`loss`: an auxiliary loss balances the load; `bias`: a bias per expert, which affects"
+        " the choice but not the gate values",
         choices=("loss", "bias"),
         affects="accuracy",
     )
@@ -134,9 +134,8 @@ class MoEConfig:
     )
     gated: bool = option(
         False,
-        "experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`. With"
-        " `silu` it is SwiGLU, with `gelu` GEGLU. With two thirds of the hidden dim, the"
-        " number of MACs is the same",
+        "experts with a third weight: `(act(x w1^T + b1) * (x w3^T + b3)) w2 + b2`; with `silu`"
+        " SwiGLU, with `gelu` GEGLU",
         affects="accuracy",
     )
     bias: bool = option(True, "the biases of each expert", is_key=False)
@@ -147,16 +146,14 @@ class MoEConfig:
     )
     hidden_dropout: float = option(
         0.0,
-        "expert dropout: dropout of the hidden units of routed and shared experts, after the"
-        " activation. The published Swin-MoE is trained with 0.1",
+        "dropout of the experts' hidden units. The published Swin-MoE is trained with 0.1",
         least=0,
         most=0.999,
     )
     kernels: str = option(
         "auto",
-        "`auto`: Triton on CUDA, C++ on a CPU with its best instructions, where they work."
-        " `triton` and `torch` force one form; other names force the CPU instructions of the"
-        " experts' products",
+        "`auto`: Triton on CUDA, C++ on a CPU with its best instructions. `triton` and `torch`"
+        " force one form, other names the CPU's instructions",
         choices=KERNELS,
         affects="",
     )

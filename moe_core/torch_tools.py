@@ -239,8 +239,9 @@ class ExpertShards(DTensor):
         mesh = self.device_mesh
         if mesh.get_group(0).size() != mesh.size(0):
             raise ValueError(
-                f"experts {list(self.shape)} of which {mesh.size(1)} ranks share one cannot be"
-                " gathered: save them with torch.distributed.checkpoint or moe_core.save_tensors"
+                f"experts {list(self.shape)} are split over {mesh.size(1)} ranks each: they"
+                " cannot be gathered; save them with torch.distributed.checkpoint or"
+                " moe_core.save_tensors"
             )
         return super().redistribute(*args, **kwargs)
 

@@ -125,7 +125,7 @@ def load(
     run: str | os.PathLike,
     device: str = "auto",
     opts: Mapping[str, object] | Sequence[object] = (),
-    checkpoint: str = "best",
+    checkpoint: str = "final",
 ) -> Any:
     """A trained model that predicts the classes of pictures, or finds objects in them.
 
@@ -134,7 +134,8 @@ def load(
             detector on a folder gives a detector, which takes neither `device` nor `opts`.
         device: "auto", "cpu" or "cuda".
         opts: keys and values that override the checkpoint's configuration, as in `fit`.
-        checkpoint: the checkpoint of a run: "best", "latest" or the number of a step.
+        checkpoint: the checkpoint of a run: "final", which was trained on all pictures, or the best
+            where there is none; "best", "latest" or the number of a step.
 
     Raises:
         TypeError: `opts` is a string.

@@ -7,6 +7,9 @@ import signal
 # As `make test` sets it: the tensors of tests are tiny, a second thread only waits for the first.
 # Commands would otherwise say how many threads a busy machine leaves them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test depends on a network, or on weights that this machine has in its caches.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_CACHE"] = os.environ["TORCH_HOME"] = os.path.join(os.devnull, "no cache")
 
 # isort: split
 

@@ -189,7 +189,8 @@ ALLOWED = {
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.train.section"],
     "swinv2_moe.checkpoints": RUNS,
     "swinv2_moe.start": RUNS
-    + ["swinv2_moe.threads", "swinv2_moe.train.step", "swinv2_moe.train.progress"],
+    + ["swinv2_moe.threads"]
+    + [f"swinv2_moe.train.{name}" for name in ("step", "progress", "evaluation")],
     "swinv2_moe.train": RUNS
     + PICTURES
     + ["swinv2_moe.imports", "swinv2_moe.threads", "swinv2_moe.start"],

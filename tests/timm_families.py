@@ -3,7 +3,6 @@
 python tests/timm_families.py > docs/reference/experts-in-timm.md
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from torch import nn
 
 from moe_core import moe_layers
 from swinv2_moe import add_experts
-from swinv2_moe.models.ffn import find_blocks
 
 
 class Family(NamedTuple):
@@ -107,24 +105,22 @@ def create(family: Family, **arguments) -> nn.Module:
 
 _HEAD = """# Experts in models of timm
 
-Each line is a model that tests build with random weights and few channels, in fp64
-(timm {version}, `tests/unit/models/test_timm_families.py`). `add_experts(model, "last 2", 4)` puts
-experts into its last two blocks with MLPs. Then logits, features, loss and the gradients of all
-other parameters are those of the dense model, and the gradients of an FFN's copies add up to its
-own, within a relative error of 1e-7. With new experts (`upcycle=False`) the attached loss trains
-the routers, which is tried in every fourth model. `python tests/timm_families.py` writes this page.
+Tests build each model with random weights and few channels (timm {version},
+`tests/unit/models/test_timm_families.py`). After `add_experts(model, "last 2", 4)` logits, features
+and gradients are those of the dense model, within a relative error of 1e-7 in fp64.
+With new experts the attached loss trains the routers, tried in
+every fourth model. `python tests/timm_families.py` writes this page.
 
-| family | model of timm | FFNs of its blocks | the last of them as experts |
-| --- | --- | --- | --- |
+| family | model of timm | its last FFN as experts |
+| --- | --- | --- |
 """
 
 _REFUSED = """
-These are refused in one line, and the model is not changed. No expert has norms, convolutions over
-several positions, or learned activations. In the last models no block has an MLP under a name of
-its own.
+These are refused in one line: experts have no norms, no convolutions over several positions and no
+learned activations.
 
-| family | model of timm | FFNs of its blocks | message |
-| --- | --- | --- | --- |
+| family | model of timm | message |
+| --- | --- | --- |
 """
 
 
@@ -132,16 +128,13 @@ def row(family: Family) -> str:
     """A line of the table."""
     with torch.device("meta"):
         model = create(family)
-    blocks = find_blocks(model)
-    counts = Counter(type(block.ffn).__name__ for block in blocks)
-    ffns = ", ".join(f"{count} `{kind}`" for kind, count in counts.items()) or "none"
     try:
         ((name, layer),) = moe_layers(add_experts(model, "last 1", 4)).items()
         gated = ", gated" if layer.config.gated else ""
         result = f"`{name.removesuffix('.moe')}`, {layer.config.activation}{gated}"
     except ValueError as error:
-        result = str(error)
-    return f"| {family.title} | `{family.name}` | {ffns} | {result} |\n"
+        result = str(error).removesuffix("; experts cannot replace it")
+    return f"| {family.title} | `{family.name}` | {result} |\n"
 
 
 def page() -> str:

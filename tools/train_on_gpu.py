@@ -171,22 +171,26 @@ def train(args: argparse.Namespace) -> int:
 
     opts = ["DATA.PATH", str(data), "OUTPUT", str(args.output), *args.opts]
     resume = "auto" if (args.output / "checkpoints").exists() else None
-    seconds = 60 * args.minutes - REST - (time.monotonic() - started)
-    timer = threading.Timer(max(seconds, 1), os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
+    deadline = started + 60 * args.minutes - REST
     try:
         config = load_config(args.cfg, opts)
         if config.AUG.AUTO_AUGMENT or config.AUG.REPROB:
             raise UserError("AUG.AUTO_AUGMENT and AUG.REPROB are not computed on the device")
-        timer.start()
+        threading.Thread(target=stop_at, args=(deadline,), daemon=True).start()
         summary = run(config, resume, "the same call", place_data=place_data)
-        timer.cancel()
         keep_weights(args.output, args.keep)
     except UserError as error:
         raise PackError(str(error)) from error
     what = "has ended" if summary is not None else "goes on with the next call"
     print(f"the run {what}; {time.monotonic() - started:.1f} s", flush=True)
     return 0
+
+
+def stop_at(deadline: float) -> None:
+    """Send this process the signal with which a run saves and stops, once the run handles it."""
+    while time.monotonic() < deadline or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def keep_weights(run: Path, folder: Path) -> None:

@@ -154,8 +154,8 @@ class Collectives:
         group, call = self._prepare(name)
         group.check_usable()
         call.dtype, call.input, call.output = dtype, source.data_ptr(), result.data_ptr()
-        call.sent = (_Message * len(sent))(*sent)
-        call.received = (_Message * len(received))(*received)
+        call.sent = (_Message * len(sent))(*(_Message(*each) for each in sent))
+        call.received = (_Message * len(received))(*(_Message(*each) for each in received))
         status = library().comm_run(ctypes.addressof(call))
         if not status:
             return

@@ -7,6 +7,7 @@
         ema/...                          the averaged weights, in the same files
         optimizer/<kind>/...             the moments, in the same files
     checkpoints/latest, best             links to the checkpoints to use
+    checkpoints/final                    weights that were trained on all pictures (train/final.py)
 
 A directory gets its name when it is complete (checkpoints/saver.py). Before it is used, each of its
 files is compared with the size and checksum in meta.json.
@@ -46,6 +47,7 @@ SINGLE_FORMAT = "swinv2-moe single file 1"
 # A function that changes the tensors of a checkpoint before they are compared with the model's.
 Fit = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
+FINAL = "final"  # the name of the checkpoint that was trained on all pictures
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _LISTINGS = 3  # of a directory whose checkpoints are replaced while they are read
 _ONE_PROCESS = World(0, 1, torch.device("cpu"))
@@ -269,6 +271,7 @@ def write_weights(
     config: str,
     class_names: list[str],
     step: int = 0,
+    temperature: float = 1.0,
 ) -> None:
     """Write a checkpoint that holds weights only. One process calls this.
 
@@ -276,6 +279,7 @@ def write_weights(
         model: determines which tensors belong to experts; may be on the meta device.
         tensors: as in `model.state_dict()`.
         config: the complete configuration, as YAML.
+        temperature: of the logits.
 
     Raises:
         UserError: `directory` exists or cannot be written; nothing is left behind.
@@ -287,7 +291,8 @@ def write_weights(
         files = {}
         for path in sorted(temporary.rglob("*.safetensors")):
             files[str(path.relative_to(temporary))] = fsync_and_hash(path)
-        write_meta(temporary, describe(model, step, config, class_names) | {"files": files})
+        meta = describe(model, step, config, class_names) | {"files": files}
+        write_meta(temporary, meta | {"temperature": temperature})
         publish_directory(temporary, directory)
 
 
@@ -500,7 +505,7 @@ def count_classes(checkpoint: Checkpoint, config: ModelConfig) -> int:
             file = file / TRUNK
         with safe_open(file, "pt") as trunk:
             shape = trunk.get_slice(weight).get_shape()
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:
         raise UserError(
             f"checkpoint {checkpoint.directory}: has no classifier ({error})"
         ) from error
@@ -535,7 +540,7 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
         run: a run; a checkpoint, a single file or a model of the package, which are taken as they
             are. "~" is expanded.
         which: "best" (as TRAIN.BEST_BY says; the newest if none is marked), "latest" or the number
-            of a step.
+            of a step; "final": trained on all pictures, the best where the run has none.
 
     Returns:
         The argument for `open_deployed`, and a line about the selection. For the newest checkpoint,
@@ -545,8 +550,10 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     Raises:
         UserError: `which` is none of these, or the run has no checkpoint of that step.
     """
-    if which not in ("best", "latest") and not which.isdecimal():
-        raise UserError(f"--checkpoint {which}: must be best, latest or the number of a step")
+    if which not in ("best", "latest", FINAL) and not which.isdecimal():
+        raise UserError(
+            f"--checkpoint {which}: must be best, latest, {FINAL} or the number of a step"
+        )
     run = os.path.expanduser(located(run))
     root = Path(run)
     if (root / "checkpoints").is_dir():
@@ -554,6 +561,10 @@ def select_checkpoint(run: str, which: str = "best") -> tuple[str, str]:
     newest_first = checkpoints_below(root)
     if not newest_first:
         return run, ""
+    if which == FINAL and (root / FINAL).is_dir():
+        return str(root / FINAL), f"{FINAL}: trained on all pictures, also those held out"
+    if which == FINAL:
+        which = "best"
     if which == "latest":
         return run, "the newest checkpoint of the run"
     best = root / "best"

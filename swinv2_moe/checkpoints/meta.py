@@ -115,6 +115,18 @@ _DETECTOR_TRAINING = record(
     },
     optional={"strategies": _STRATEGIES},  # earlier versions lack them
 )
+# `swinv2_moe.checkpoints.novelty`
+_NOVELTY = record(
+    {
+        "mean": list_of(NUMBER),
+        "directions": list_of(list_of(NUMBER)),
+        "variances": list_of(POSITIVE_NUMBER),
+        "rest": POSITIVE_NUMBER,
+        "distance": list_of(NUMBER, length=2),
+        "energy": list_of(NUMBER, length=2),
+        "threshold": NUMBER,
+    }
+)
 _META = record(
     {
         "saved": TEXT,
@@ -129,6 +141,7 @@ _META = record(
         "windows": WINDOWS,
         "backbone_windows": WINDOWS,
         "temperature": POSITIVE_NUMBER,  # of the logits, for calibrated probabilities
+        "novelty": _NOVELTY,  # which pictures are unlike those held out
     },
 )
 

@@ -58,16 +58,12 @@ _CHOICES = {
 
 
 def parse() -> argparse.Namespace:
-    if "show" in sys.argv[1:2]:
-        raise UserError(
-            "detect show has left: `swinv2-moe detect predict RUN PICTURES --pictures DIR` draws"
-            " boxes (with --config CONFIG for a run of a configuration)"
-        )
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="start or continue training a detector")
     test = commands.add_parser("test", help="average precision")
     predict = commands.add_parser("predict", help="the objects in pictures")
+    show = commands.add_parser("show", help="`predict --config CONFIG RUN --pictures DIR`")
     report = commands.add_parser("report", help="one HTML file about a run")
     export = commands.add_parser("export", help="an ONNX program, or a .pth file of mmdetection")
     _add_train(train)
@@ -85,6 +81,11 @@ def parse() -> argparse.Namespace:
     predict.add_argument("--pictures", metavar="DIR", help="directory for copies with boxes")
     predict.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
     predict.add_setting("--batch-size", 8, "pictures per forward pass", "N")
+    show.add_argument("config", metavar="CONFIG", help="that RUN was trained with")
+    show.add_argument("run", metavar="RUN", help="a run, a checkpoint or a .pth")
+    show.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
+    show.add_setting("--output", "detections", "directory for copies with boxes", "DIR")
+    show.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
     report.add_argument("run", metavar="RUN", help="a run without a configuration")
     report.add_argument("--output", metavar="HTML", help="default: report.html in RUN")
     export.add_argument(
@@ -93,11 +94,15 @@ def parse() -> argparse.Namespace:
         metavar="[CONFIG] RUN OUTPUT",
         help="a run and a new directory for the program; with CONFIG, a .pth for mmdetection",
     )
-    for command in (test, predict, report, export):
+    for command in (test, predict, show, report, export):
         add_checkpoint_argument(command, measure="AP in validation")
-    for command in (test, predict, export):
+    for command in (test, predict, show, export):
         add_opts_argument(command, help="any keys of CONFIG", joined=True)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.command == "show":
+        shown = {"command": "predict", "pictures": args.output, "output": None, "batch_size": 8}
+        vars(args).update(shown)
+    return args
 
 
 def _add_train(train: CommandParser) -> None:

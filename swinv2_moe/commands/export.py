@@ -30,7 +30,7 @@ ROUNDS = 20
 
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    add_checkpoint_arguments(parser, required=True, metavar="DIR", help="a new directory")
+    add_checkpoint_arguments(parser, "final", required=True, metavar="DIR", help="a new directory")
     parser.add_argument(
         "--format",
         nargs="+",

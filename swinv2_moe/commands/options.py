@@ -174,7 +174,9 @@ def check_opts(opts: Sequence[str]) -> None:
     merge_opts(default_config(), opts)
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
+def add_checkpoint_arguments(
+    parser: argparse.ArgumentParser, checkpoint: str = "best", **output
+) -> None:
     """Add RUN, --checkpoint, --data, --dataset, --output and --opts.
 
     RUN may also be given as --resume, the older form; `args.resume` is its value.
@@ -184,7 +186,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser, **output) -> None:
     """
 
     add_run_argument(parser, "--resume", "a run, a checkpoint or a single file")
-    add_checkpoint_argument(parser)
+    add_checkpoint_argument(parser, checkpoint)
     parser.add_argument(
         "--data", metavar="DIR", help="the data set (DATA.PATH); default: that of the training"
     )
@@ -228,8 +230,9 @@ def add_checkpoint_argument(
     parser.add_argument(
         "--checkpoint",
         default=default,
-        metavar="best|latest|STEP",
-        help=f"which checkpoint of a run (default: {default}); best: by {measure}",
+        metavar="best|final|latest|STEP",
+        help=f"which checkpoint of a run (default: {default}); best: by {measure}; final: trained"
+        " on all pictures, or the best where there is none",
     )
 
 

@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
         metavar="DIR",
         help="directory for copies with the classes and their probabilities",
     )
-    add_checkpoint_argument(parser)
+    add_checkpoint_argument(parser, default="final")
     add_opts_argument(parser)
     args = parser.parse_args()
     for option, value in (("--top-k", args.top_k), ("--batch-size", args.batch_size)):
@@ -78,8 +78,8 @@ def check_annotated(directory: Path, files: Sequence[Path], names: Sequence[str]
     for file in files:
         if resolved in file.resolve().parents:
             raise UserError(
-                f"--pictures {directory}: {file}, which is to be predicted, lies in it; name"
-                " another directory"
+                f"--pictures {directory}: it holds {file}, one of the pictures; name another"
+                " directory"
             )
     pictures: dict[str, str] = {}  # the picture of each copy
     for name in names:
@@ -138,7 +138,8 @@ def table_row(name: str, prediction: Prediction) -> list[str]:
     for guess in prediction.top[1:]:
         following.append(f"{guess.label} {guess.probability:.1%}")
     best = prediction.best
-    return [name, best.label, f"{best.probability:.1%}", ", ".join(following)]
+    mark = " (?)" if prediction.is_unlike else ""
+    return [name, best.label + mark, f"{best.probability:.1%}", ", ".join(following)]
 
 
 def main() -> None:
@@ -163,6 +164,13 @@ def main() -> None:
         f" classes, {predictor.facts['image_size']} px; pictures in {folder}"
     )
     show(predictions, names, args.top_k)
+    unlike = [prediction.file for prediction in predictions if prediction.is_unlike]
+    if unlike:
+        console.print(
+            f"(?) {len(unlike):,} of {len(predictions):,} pictures are unlike those of the"
+            " training: their class may be wrong, whatever its probability; the first:"
+            f" {unlike[0]}"
+        )
     if args.output:
         text = as_csv(predictions)
         if args.output.endswith(".json"):

@@ -132,6 +132,9 @@ def main() -> None:
         metavar="auto|DIR",
         help="continue from a checkpoint or run; auto: from the newest checkpoint of --output",
     )
+    parser.add_argument(
+        "--keep-held-out", action="store_true", help="no last training on all (TRAIN.ON_ALL False)"
+    )
     parser.add_argument("--bind", help=argparse.SUPPRESS)  # has left
     parser.add_argument(
         "--check-files",
@@ -144,6 +147,7 @@ def main() -> None:
     if args.bind:
         raise UserError("--bind has left: `torchrun --numa-binding node` binds ranks to NUMA nodes")
     args.opts = everyday_opts({name: getattr(args, name) for name in EVERYDAY}, args.opts)
+    args.opts += ["TRAIN.ON_ALL", "False"] * args.keep_held_out
     choice = None
     if args.run:
         continue_run(args)

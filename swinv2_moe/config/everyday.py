@@ -24,8 +24,9 @@ EVERYDAY = {
     "weights": Everyday(
         "MODEL.PRETRAINED",
         "NAME",
-        "what training starts from: bundled:tiny (the package's), timm:NAME, hf-hub:OWNER/NAME, a"
-        " run, a file; none: random weights",
+        "what training starts from: bundled:tiny (the package's), timm:NAME, hf-hub:OWNER/NAME,"
+        " efficientnet_lite2 (the teacher extra's), a run, a file; none: random weights. Default"
+        " for FOLDER: the best that this machine has or the hub gives within 5 s",
     ),
     "experts": Everyday(
         "MODEL.MOE.NUM_EXPERTS",
@@ -36,7 +37,8 @@ EVERYDAY = {
     "minutes": Everyday(
         "TRAIN.MINUTES",
         "N",
-        "the most that the whole may take; 0: any time (default for FOLDER: 10 on a CPU)",
+        "the most that the whole may take; 0: any time. Default for FOLDER: 10 on a CPU, 3 for"
+        " fewer than 200 pictures",
     ),
     "device": Everyday("DEVICE", "auto|cpu|cuda", "where the model runs"),
 }

@@ -23,19 +23,21 @@ and notes: [configuration](configuration.md).
 
 
 def markdown() -> str:
-    """A document with a table for each group of keys: key, type, default and meaning."""
+    """A document with a table for each group of keys: key, default, other values, meaning."""
     lines = [_HEAD]
     by_key = meanings()
-    types = _types()
+    allowed = _allowed()
 
     def group_of(item: tuple[str, object]) -> str:
         return item[0].rpartition(".")[0]
 
     for group, items in itertools.groupby(flatten(default_config()).items(), group_of):
-        lines += [f"## {group or 'Run'}", "", "| key | type | default | meaning |"]
-        lines.append("| --- | --- | --- | --- |")
+        lines += [f"## {group or 'Run'}", "", "| key | default; allowed | meaning |"]
+        lines.append("| --- | --- | --- |")
         for key, default in items:
-            cells = (f"`{key}`", types[key], f"`{default!r}`", by_key.get(key, ""))
+            limits = allowed[key] if allowed[key] != "at least 0" else ""  # as everybody expects
+            values = "; ".join(filter(None, (f"`{default!r}`", limits)))
+            cells = (f"`{key}`", values, by_key.get(key, ""))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -85,24 +87,37 @@ def _with_keys(text: str, names: set[str]) -> str:
 
 
 def _types() -> dict[str, str]:
-    """The type of each key's value, or the values that it may have."""
-    by_key = key_options()
-    types = {}
-    for key, default in flatten(default_config()).items():
-        types[key] = type(default).__name__
+    """The type of each key's value and its limits, or the values that it may have."""
+    by_key, defaults, types = key_options(), flatten(default_config()), {}
+    for key, allowed in _allowed().items():
+        default = defaults[key]
+        name = type(default).__name__
         if isinstance(default, list):
-            types[key] = f"list of {type(default[0]).__name__}"
-        option = by_key.get(key)
-        if option is not None and option.choices:
-            types[key] = ", ".join(f"`{value}`" for value in option.allowed())
-        elif option is not None:
-            types[key] += _limits_text(option.least, option.most)
+            name = f"list of {type(default[0]).__name__}"
+        if key in by_key and by_key[key].choices:
+            types[key] = allowed
+        else:
+            types[key] = ", ".join(filter(None, (name, allowed)))
     return types
+
+
+def _allowed() -> dict[str, str]:
+    """The limits of each key's value, or the values that it may have; empty: no limits."""
+    by_key, allowed = key_options(), {}
+    for key in flatten(default_config()):
+        option = by_key.get(key)
+        if option is None:
+            allowed[key] = ""
+        elif option.choices:
+            allowed[key] = ", ".join(f"`{value}`" for value in option.allowed())
+        else:
+            allowed[key] = _limits_text(option.least, option.most)
+    return allowed
 
 
 def _limits_text(low: float, high: float) -> str:
     if low == -inf:
         return ""
     if high == inf:
-        return f", at least {low:,}"
-    return f", {low:,} to {high:,}"
+        return f"at least {low:,}"
+    return f"{low:,} to {high:,}"

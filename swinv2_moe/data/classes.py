@@ -85,7 +85,7 @@ def match_classes(trained: Sequence[str], names: Sequence[str], where: str) -> C
         if in_order:
             return ClassMatch(in_order, [], [], by_number=True)
         raise UserError(
-            f"{where}: has none of the classes of the data. The {len(trained):,} of the checkpoint:"
+            f"{where}: the data have other classes. The {len(trained):,} of the checkpoint:"
             f" {shortened(trained)}; the {len(names):,} of the data: {shortened(names)}"
         )
     unknown = [name for name, number in zip(names, numbers, strict=True) if number == NO_CLASS]

@@ -360,8 +360,8 @@ def _check_high_bytes(image: Image.Image) -> None:
     is_narrow = image.mode.startswith(("I", "F")) or bits <= 8
     if not is_narrow and high is not None and high < (1 << bits) - 1:
         raise ValueError(
-            f"{bits} bits per channel with values up to {high:g}, of which the upper 8 bits are"
-            " read; convert it to 8 bits"
+            f"{bits} bits per channel, but values only up to {high:g}, where the upper 8 bits alone"
+            " would be read; convert it to 8 bits"
         )
 
 

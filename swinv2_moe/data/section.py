@@ -103,16 +103,15 @@ class CropConfig:
 
     crop_ratio: float = option(
         0.875,
-        "side of the centre crop, as a share of the resized short side, which has"
-        " `DATA.IMG_SIZE / CROP_RATIO` pixels; 0: no crop, both sides are resized",
+        "side of the centre crop, as a share of the resized short side; 0: no crop, both sides"
+        " are resized",
         least=0,
         most=1,
         affects="accuracy",
     )
     shuffle: bool = option(
         False,
-        "validation and `swinv2-moe evaluate` read the images in a fixed permutation; results"
-        " are in the order of the data",
+        "validation and `evaluate` read the images in a fixed random order",
         affects="",
     )
 
@@ -129,26 +128,24 @@ class DataConfig:
     )
     path: str = option(
         "",
-        "`folder`: holds `train/` and `val/` with a folder per class; `list`: root of"
-        " relative paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
+        "`folder`: holds `train/` and `val/` with a folder per class; `list`: root of relative"
+        " paths; `shards`: output of `swinv2-moe make-shards`. `--data` sets it",
         affects="accuracy",
     )
     train_list: str = option("", "`list`: file with one `path label` per line, or Swin's JSON map")
     val_list: str = option("", "`list`: as `TRAIN_LIST`, for validation", affects="accuracy")
     val_split: float = option(
         0.0,
-        "`folder`, `imagenet`: share of each class of `train/` that is held out for"
-        " validation where there is no `val/`; by the files' names, so the same for every"
-        " `SEED`; files with equal bytes stay on one side",
+        "`folder`, `imagenet`: share of each class of `train/` that is held out where there is"
+        " no `val/`, the same for every `SEED`; files with equal bytes stay on one side",
         least=0,
         most=0.9,
         affects="accuracy",
     )
     stage: str = option(
         "",
-        "`shards`: a directory on a disk or in the memory of each node, to which the shards"
-        " are copied while the first epoch reads them; over several nodes, the source is read"
-        " once",
+        "`shards`: a directory on each node's disk or in its memory, to which the shards are"
+        " copied during the first epoch; several nodes read the source once",
         affects="",
     )
     batch_size: int = option(128, "images per rank per forward pass", least=1, affects="rate")
@@ -179,13 +176,12 @@ class DataConfig:
     )
     mean: tuple[float, ...] = option(
         (0.485, 0.456, 0.406),
-        "mean of each channel, which is subtracted; the default is ImageNet's",
+        "mean of each channel; the default is ImageNet's",
         affects="accuracy",
     )
     std: tuple[float, ...] = option(
         (0.229, 0.224, 0.225),
-        "standard deviation of each channel, by which the difference is divided; the default"
-        " is ImageNet's",
+        "standard deviation of each channel; the default is ImageNet's",
         affects="accuracy",
     )
     num_workers: int = option(2, "loader processes per rank", least=0, affects="")

@@ -29,16 +29,18 @@ class Panel(NamedTuple):
     title: str
     note: str
     svg: str
+    part: str = "training"  # of the page: training, routing, machine
 
 
 class Figure(NamedTuple):
     """The content of a panel: the curves of each run by label. `from_zero`: the y axis starts at
-    0."""
+    0. `part`: as of Panel."""
 
     title: str
     note: str
     curves: dict[str, Callable[[RunRecord], Points]]
     from_zero: bool = True
+    part: str = "training"
 
 
 def _step(key: str, scale: float = 1) -> Callable[[RunRecord], Points]:
@@ -85,24 +87,37 @@ _FIGURES = (
     Figure(
         "Gradient norm", "over all parameters and ranks, before clipping", {"": _step("grad_norm")}
     ),
-    Figure("Auxiliary loss", "load balancing, before its weight", {"": _aux_loss}),
+    Figure("Auxiliary loss", "load balancing, before its weight", {"": _aux_loss}, part="routing"),
     Figure(
         "Dropped tokens",
         "% of the choices that exceed an expert's capacity",
         {"": _step("moe/dropped_share", 100)},
+        part="routing",
     ),
     Figure(
         "Routing entropy",
         "of the router's probabilities, in nats; 0: one expert has probability 1",
         {"": _step("moe/entropy")},
+        part="routing",
     ),
     Figure(
-        "Throughput", "images/s in training, all ranks together", {"": _step("images_per_second")}
+        "Throughput",
+        "images/s in training, all ranks together",
+        {"": _step("images_per_second")},
+        part="machine",
     ),
     Figure(
-        "Waiting for data", "% of a step's time, on the slowest rank", {"": _step("data_wait", 100)}
+        "Waiting for data",
+        "% of a step's time, on the slowest rank",
+        {"": _step("data_wait", 100)},
+        part="machine",
     ),
-    Figure("Memory", "peak of the first rank so far, GiB", {"": _step("memory_bytes", 2**-30)}),
+    Figure(
+        "Memory",
+        "peak of the first rank so far, GiB",
+        {"": _step("memory_bytes", 2**-30)},
+        part="machine",
+    ),
 )
 
 
@@ -172,7 +187,8 @@ def _draw(figure: Figure, runs: Sequence[RunRecord]) -> Panel | None:
         axes.legend(axes.lines, [line.name for line in lines], frameon=False, fontsize=8)
     tidy(axes)
     svg = to_svg(canvas, figure.title)
-    return Panel(figure.title, figure.note, add_readings(svg, axes, _readings(lines)))
+    svg = add_readings(svg, axes, _readings(lines))
+    return Panel(figure.title, figure.note, svg, figure.part)
 
 
 def _readings(lines: list[_Line]) -> list[Reading]:
@@ -211,7 +227,8 @@ def _strategy_times(run: RunRecord, suffix: str) -> list[Panel]:
     axes.legend(frameon=False, fontsize=6)
     tidy(axes)
     title = f"MoE layers under the tuner{suffix}"
-    return [Panel(title, "ms of a forward pass with the strategy decided", to_svg(canvas, title))]
+    note = "ms of a forward pass with the strategy decided"
+    return [Panel(title, note, to_svg(canvas, title), "machine")]
 
 
 def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
@@ -236,4 +253,4 @@ def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:
         axes.locator_params(axis="y", integer=True)
         title = f"Expert load, {block_place(layer)}{suffix}"
         note = "tokens relative to an even share, which is 1 and white"
-        yield Panel(title, note, to_svg(canvas, title))
+        yield Panel(title, note, to_svg(canvas, title), "routing")

@@ -106,20 +106,20 @@ def form_of(block: Block) -> FFNForm:
     if isinstance(ffn, MoEMlp):
         raise ValueError(f"{where} has experts already")
     if type(ffn) not in _KINDS:
-        raise ValueError(f"{where} is a {kind}, of which no experts can be made")
+        raise ValueError(f"{where} is a {kind}; experts cannot replace it")
     first = ffn.fc1_g if isinstance(ffn, SwiGLU) else ffn.fc1
     second = ffn.fc2
     for layer in (first, second):
         if not _is_linear(layer):
             raise ValueError(
-                f"{where} is a {kind} with {type(layer).__name__}, of which no experts can be made"
+                f"{where} is a {kind} with {type(layer).__name__}; experts cannot replace it"
             )
         if hasattr(layer.weight, "placements"):
             raise ValueError(f"{where} is sharded: call add_experts before fully_shard")
     if not isinstance(ffn.norm, nn.Identity):
         raise ValueError(
-            f"{where} is a {kind} with {type(ffn.norm).__name__} on its hidden units, of which no"
-            " experts can be made"
+            f"{where} is a {kind} with {type(ffn.norm).__name__} on its hidden units; experts"
+            " cannot replace it"
         )
     model_dim, outputs = first.weight.shape[1], len(second.weight)
     if model_dim != outputs:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import logging
@@ -94,12 +95,26 @@ def fetch_weights(name: str, key: str = "MODEL.PRETRAINED") -> Path:
             return Path(hf_hub_download(repository, file, revision=revision, local_files_only=True))
         except (LocalEntryNotFoundError, ValueError):
             continue  # not in the cache; the download reports an invalid name
+    kept = _in_torch_cache(name)
+    if kept is not None:
+        return kept
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # messages about retries do not help the user
     try:
         return _download(name, key, repository, revision, files)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _in_torch_cache(name: str) -> Path | None:
+    """The file of `timm:NAME` that timm has downloaded from elsewhere than the hub, if any."""
+    if not name.startswith(_TIMM):
+        return None
+    config = get_pretrained_cfg(name.removeprefix(_TIMM))
+    if config is None or not config.url:
+        return None
+    file = Path(torch.hub.get_dir(), "checkpoints", os.path.basename(str(config.url)))
+    return file if file.is_file() else None
 
 
 def local_file(pretrained: str) -> str:
@@ -159,7 +174,7 @@ def read_timm_config(file: str | Path) -> Mapping[str, object]:
         _OPTIONAL_SETTINGS(description(content), "pretrained_cfg")
         label_names(content)
         if content.keys().isdisjoint([*_SETTINGS, *_DESCRIBING]):
-            raise ValueError(f"it has none of {', '.join(_DESCRIBING)}")
+            raise ValueError(f"it needs one of {', '.join(_DESCRIBING)}")
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and not os.path.islink(file):
             return {}

@@ -278,27 +278,23 @@ class ExpertsConfig:
     )
     strategy: str = option(
         "r1 d1 linear",
-        "how the ranks of a group exchange data, words in any order. `r0`: weights are"
-        " gathered; `r1`: tokens are sent; with fewer experts than ranks `r` may be any"
-        " divisor of ranks / experts. `d4`: in 4 chunks, whose exchange overlaps with"
-        " computation. `linear`; `2dh`: inside the nodes, then between them; `channels`: CPU"
-        " processes through shared memory inside a machine, in one message to each other"
-        " machine, or the GPUs of one machine (with `static`); a registered name. `static`:"
-        " each expert receives as many rows as its capacity from each rank, so no numbers of"
-        " rows are exchanged (`counted`). `n8`: ranks on each node, otherwise torchrun's. In"
-        " place of these `auto`, or `auto n8`: the tuner searches, for training and for"
-        " validation, and again when times drift",
+        "how the ranks of a group exchange data, words in any order. `r0`: weights are gathered;"
+        " `r1`: tokens are sent. `d4`: in 4 chunks, whose exchange overlaps with computation."
+        " `linear`, `2dh` (inside the nodes, then between them), `channels` (shared memory, CPU"
+        " processes of one machine) or a registered all-to-all. `static`: each expert receives"
+        " its capacity from each rank, so no counts are exchanged. `n8`: ranks on each node,"
+        " otherwise torchrun's. `auto`, or `auto n8`: the tuner searches",
         affects="",
     )
     blocks: tuple[tuple[int, ...], ...] = option(
         ((), (), (), ()),
-        "for each stage, the blocks (from 0) whose FFN is a mixture of experts. With `MODEL.TYPE`"
-        " `timm` a stage is a list of blocks with MLPs, and no block at all means the last two",
+        "for each stage, the blocks (from 0) that have experts. With `MODEL.TYPE` `timm` no"
+        " block at all means the last two",
     )
     hidden_ratio: float = option(
         1.0,
-        "hidden dim of an expert, in units of that of the FFN which it replaces: 0.5 with"
-        " `TOP_K` 2, or 0.667 with `GATED`, has the dense model's MACs",
+        "hidden dim of an expert, in units of the FFN's: 0.5 with `top_k` 2, or 0.667 with"
+        " `gated`, has the dense model's MACs",
         least=0.001,
     )
     aux_loss_weight: float = option(0.01, "factor of the auxiliary loss in the loss", least=0)
@@ -331,19 +327,15 @@ class ModelConfig:
 
     type: str = option(
         "swinv2_moe",
-        "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm"
-        " form; `timm`: the model `MODEL.NAME` of timm; or a type of your own,"
-        " which declares its group of keys",
+        "`swinv2_moe`: res-post-norm, cosine attention; `swin_moe`: the released pre-norm form;"
+        " `timm`: the model `MODEL.NAME` of timm; or a type of your own",
         choices=TRUNKS,
         affects="accuracy",
     )
     name: str = option(
         "",
-        "with `MODEL.TYPE` `timm`: a model of timm, with or without the tag of weights. Size of"
-        " images, mean, std, interpolation and crop are those that timm names, unless they are"
-        " given. `MODEL.PRETRAINED` `timm:NAME` loads its weights. Experts compute what the FFN"
-        " computes where `ACTIVATION`, `GATED`, `OUTPUT_BIAS` and `HIDDEN_DROPOUT` of `MODEL.MOE`"
-        " have their defaults",
+        "with `MODEL.TYPE` `timm`: a model of timm. Size of images, mean, std, interpolation and"
+        " crop are timm's, unless they are given",
         affects="accuracy",
     )
     args: str = option(
@@ -361,24 +353,23 @@ class ModelConfig:
     )
     pretrained: str = option(
         "",
-        "a run of this project (its newest checkpoint) or a checkpoint; a `.safetensors` or `.pth`"
-        " file; a directory in timm's form; or a name: `bundled:tiny`, `timm:NAME`,"
-        " `hf-hub:OWNER/NAME`",
+        "a run or a checkpoint; a `.safetensors` or `.pth` file; a directory in timm's form; or"
+        " `bundled:tiny`, `timm:NAME`, `hf-hub:OWNER/NAME`, `efficientnet_lite2` (extra `teacher`)",
         affects="start",
     )
     upcycle: str = option(
         "",
-        "start from a dense `MODEL.PRETRAINED`: each dense FFN is copied to every expert of its"
-        " block. `weights`: a new training starts. `run`: the dense run continues, at its epoch and"
-        " learning rate, with its optimiser's state. Empty: off",
+        "copy each FFN of a dense `MODEL.PRETRAINED` to the experts of its block. `weights`: a"
+        " new training starts. `run`: the dense run goes on, with its optimiser's state. Empty:"
+        " off",
         choices=("", "weights", "run"),
         affects="start",
     )
     class_map: str = option(
         "",
         "for a `MODEL.PRETRAINED` with other classes. `new`: its classifier is not loaded."
-        " Otherwise a file with one line for each class: the number, from 0, of its row in the"
-        " pretrained classifier, or -1",
+        " Otherwise a file with a line for each class: its row in the pretrained classifier, from"
+        " 0, or -1",
         affects="start",
     )
 

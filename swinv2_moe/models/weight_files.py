@@ -79,7 +79,7 @@ def read_headers(file: Path) -> dict[str, Tensor]:
                     dtype = _DTYPES.get(part.get_dtype(), torch.int64)
                     tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
             return without_prefixes(_without_scales(tensors), f"weights {file}")
-        except SafetensorError as error:
+        except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
 
 
@@ -137,7 +137,7 @@ def read_metadata(file: Path) -> dict[str, str]:
         try:
             with safe_open(file, "pt") as content:
                 return content.metadata() or {}
-        except SafetensorError as error:
+        except (SafetensorError, MemoryError) as error:
             raise ValueError(f"cannot be read as weights ({_first_line(error)})") from error
 
 

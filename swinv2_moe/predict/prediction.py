@@ -37,12 +37,15 @@ class Prediction:
         top: K classes, the most probable first; empty if the picture could not be read.
         error: the reason why the picture could not be read; None if it could be read.
         unused: what of the picture's file is not used, such as further pages; "" if nothing.
+        is_unlike: the picture is unlike those of the training, so that none of the classes may be
+            right; None if the checkpoint does not know. Some 4% of good pictures are marked.
     """
 
     file: str
     top: tuple[ClassProbability, ...] = ()
     error: str | None = None
     unused: str = ""
+    is_unlike: bool | None = None
 
     @property
     def best(self) -> ClassProbability:
@@ -72,7 +75,8 @@ class Prediction:
 
 
 def as_csv(predictions: Sequence[Prediction]) -> str:
-    """A line for each picture: file, class, index, probability, class_2, ..., error."""
+    """A line for each picture: file, class, index, probability, class_2, ..., error. Before the
+    error stands unlike_training (yes, no), if the checkpoint knows."""
     top_k = max((len(prediction.top) for prediction in predictions), default=0)
     header = ["file"]
     for rank in range(1, top_k + 1):
@@ -80,13 +84,17 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
         if rank > 1:
             suffix = f"_{rank}"
         header += [f"{title}{suffix}" for title in ("class", "index", "probability")]
-    rows: list[list[object]] = [[*header, "error"]]
+    knows = any(prediction.is_unlike is not None for prediction in predictions)
+    last = ["unlike_training", "error"] if knows else ["error"]
+    rows: list[list[object]] = [[*header, *last]]
     for prediction in predictions:
         row: list[object] = [str(prediction.file)]
         for guess in prediction.top:
             row += [guess.class_name, guess.index, f"{guess.probability:.6f}"]
         row += [""] * (len(header) - len(row))
-        rows.append(row + [prediction.error or ""])
+        if knows:
+            row.append({None: "", False: "no", True: "yes"}[prediction.is_unlike])
+        rows.append([*row, prediction.error or ""])
     return csv_text(rows)
 
 

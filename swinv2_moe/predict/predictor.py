@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from moe_core import moe_layers, prepared
 from swinv2_moe.checkpoints.checkpoint import select_checkpoint
 from swinv2_moe.checkpoints.deployed import Deployed, check_alone, open_deployed
+from swinv2_moe.checkpoints.novelty import num_features, read_novelty, with_features
 from swinv2_moe.data.images import (
     NOT_DECODED,
     decode,
@@ -83,6 +84,10 @@ class Predictor:
         self.class_names = deployed.class_names()
         self.checkpoint = deployed.source.directory
         self.module: nn.Module = deployed.model(len(self.class_names))
+        self._novelty = None
+        if "novelty" in deployed.source.meta:
+            where = f"checkpoint {self.checkpoint}"
+            self._novelty = read_novelty(deployed.source.meta, num_features(self.module), where)
         self._device = deployed.world.device
         self._autocast = deployed.autocast
         self._transform = build_transform(config, is_train=False)
@@ -177,36 +182,45 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Yield a Prediction for each of B pictures, from the results of `_read`."""
         images = [item for item, _ in inputs if isinstance(item, Tensor)]
-        rows: Iterator[tuple[ClassProbability, ...]] = iter(())
+        rows: Iterator[tuple[tuple[ClassProbability, ...], bool | None]] = iter(())
         if images:
             rows = iter(self._top(torch.stack(images), top_k, forward))
         for name, (item, unused) in zip(names, inputs, strict=True):
             if isinstance(item, Tensor):
-                yield Prediction(name, next(rows), unused=unused)
+                top, is_unlike = next(rows)
+                yield Prediction(name, top, unused=unused, is_unlike=is_unlike)
             else:
                 yield Prediction(name, error=item)
 
     def _logits(self, images: Tensor) -> Tensor:
         with self._autocast():
+            if self._novelty is not None:
+                return with_features(self.module, images)
             return self.module(images)
 
     @torch.inference_mode()
     def _top(
         self, images: Tensor, top_k: int, forward: PassGraph
-    ) -> list[tuple[ClassProbability, ...]]:
-        """The K most probable classes of each image of a batch, float32 [B, C, S, S]."""
-        logits = forward(images.to(self._device))
+    ) -> list[tuple[tuple[ClassProbability, ...], bool | None]]:
+        """Of each image of a batch, float32 [B, C, S, S], the K most probable classes, and whether
+        it is unlike the training's."""
+        outputs = forward(images.to(self._device))
+        logits = outputs[:, : len(self.class_names)]
         if not logits.isfinite().all():
             raise UserError(f"checkpoint {self.checkpoint}: its outputs are not finite")
         probabilities = logits.float().softmax(1).cpu()  # [B, classes]
         best = probabilities.topk(min(top_k, probabilities.shape[1]))
+        unlike: list[bool | None] = [None] * len(images)
+        if self._novelty is not None and outputs.shape[1] > logits.shape[1]:
+            features = outputs[:, logits.shape[1] :].double().cpu().numpy()
+            unlike = self._novelty.is_unlike(features, logits.double().cpu().numpy()).tolist()
         rows = []
         for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
             row = []
             for index, probability in zip(indices, values, strict=True):
                 row.append(ClassProbability(self.class_names[index], index, probability))
             rows.append(tuple(row))
-        return rows
+        return list(zip(rows, unlike, strict=True))
 
 
 def find_pictures(pictures: Picture | Iterable[Picture]) -> list[Path | bytes | Image.Image]:

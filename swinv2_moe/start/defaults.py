@@ -16,10 +16,10 @@ from yacs.config import CfgNode
 from swinv2_moe.config import as_opts, flatten, load_config
 from swinv2_moe.config.load import values_of as values_of_opts
 from swinv2_moe.errors import UserError
-from swinv2_moe.models.bundled import NAMES, PREFIX, bundled_file
+from swinv2_moe.models.bundled import PACKAGED, PREFIX, bundled_file, packaged_file
 from swinv2_moe.models.section import TRUNKS, tiles
 from swinv2_moe.start.facts import FROM_SCRATCH, Pictures, look
-from swinv2_moe.start.weights import described, trained_config
+from swinv2_moe.start.weights import best_weights, described, minutes_for, trained_config
 
 _ONLINE = "timm:swinv2_tiny_window8_256.ms_in1k"
 _FEW_PER_CLASS = 50  # training pictures
@@ -50,6 +50,7 @@ class Weights(NamedTuple):
     keys: dict[str, object]  # the model, and the size of its images
     line: str  # which were chosen, and why
     class_names: Sequence[str] = ()  # as far as they are known
+    takes_any_size: bool = False  # as convolutions do
 
 
 class Choice(NamedTuple):
@@ -88,7 +89,7 @@ class Rule(NamedTuple):
     """How the value of a key is chosen.
 
     Attributes:
-        policy: the rule in words, for the documentation.
+        policy: the rule in words, which the documentation links to.
         choose: the value, and the reason in a few words; None leaves the key as it is.
     """
 
@@ -120,7 +121,7 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
             " must name"
         )
     pictures = look(data, given)
-    weights = choose_weights(given)
+    weights = choose_weights(given, pictures.num_train)
     decisions = apply_rules(pictures, weights, given)
     file = None
     if not weights.name:
@@ -167,9 +168,9 @@ def output_for(data: str) -> str:
 # The weights
 
 
-def choose_weights(given: Mapping[str, object]) -> Weights:
-    """The weights that MODEL.PRETRAINED names; otherwise those of the package, if its file is
-    there.
+def choose_weights(given: Mapping[str, object], num_train: int) -> Weights:
+    """The weights that MODEL.PRETRAINED names; otherwise the best there are (`best_weights`), with
+    the reason.
 
     Raises:
         UserError: the named weights do not exist, or their architecture is not known.
@@ -178,21 +179,35 @@ def choose_weights(given: Mapping[str, object]) -> Weights:
     if name is None and given.get("MODEL.TYPE") == "timm" and given.get("MODEL.NAME"):
         name = f"timm:{given['MODEL.NAME']}"
     if name is None:
-        name = f"{PREFIX}{NAMES[0]}"
-        try:
-            bundled_file(name)
-        except UserError as error:
-            line = f"weights: random, so accuracy will be far lower ({error}"
-            return Weights("", {}, f"{line}, online for example MODEL.PRETRAINED {_ONLINE})")
+        name, why = best_weights(num_train, given)
+        if name.startswith(PREFIX):
+            try:
+                bundled_file(name)
+            except UserError as error:
+                line = f"weights: random, so accuracy will be far lower ({error}"
+                return Weights("", {}, f"{line}, online for example MODEL.PRETRAINED {_ONLINE})")
+        weights = _named(name, given)
+        return weights._replace(line=f"{weights.line}; {why}" if why else weights.line)
     if not name:
         return Weights("", {}, "weights: random, as MODEL.PRETRAINED says")
     assert isinstance(name, str)
+    return _named(name, given)
+
+
+def _named(name: str, given: Mapping[str, object]) -> Weights:
+    """The weights of a value of MODEL.PRETRAINED."""
     upcycle = str(given.get("MODEL.UPCYCLE", ""))
     as_timms = given.get("MODEL.TYPE") == "timm"
     num_experts = given.get("MODEL.MOE.NUM_EXPERTS")
     copies = upcycle or ("weights" if num_experts else "")  # of dense weights
     if name.startswith("timm:"):
         return _weights_of_timm(name, name, copies, as_timms)
+    if name == PACKAGED:
+        packaged_file("MODEL.PRETRAINED")  # before imports that take seconds
+        from swinv2_moe.data.classes import imagenet_names  # imports timm
+
+        weights = _weights_of_timm(name, f"timm:tf_{PACKAGED}", copies, as_timms)
+        return weights._replace(class_names=imagenet_names(1000))
     architecture, class_names = described(name)
     if architecture and "moe" not in architecture:
         weights = _weights_of_timm(name, f"timm:{architecture}", copies, as_timms)
@@ -231,6 +246,7 @@ def _weights_of_timm(name: str, model: str, upcycle: str, as_timms: bool) -> Wei
     """The weights `name` of a dense model of timm, `timm:MODEL`, or its copies in the experts of
     the last two blocks; of a SwinV2 in every other block of the last two stages."""
     from swinv2_moe.models.hub import timm_keys  # imports torch
+    from swinv2_moe.models.timm_names import timm_description
 
     keys = timm_keys(model, as_timms)
     line = f"weights: {name} (dense, trained at {keys['DATA.IMG_SIZE']} px)"
@@ -248,7 +264,10 @@ def _weights_of_timm(name: str, model: str, upcycle: str, as_timms: bool) -> Wei
         keys["MODEL.MOE.NUM_EXPERTS"] = 8
         keys["MODEL.MOE.EVAL_CAPACITY_FACTOR"] = 0.0
         line = f"weights: {name}, each FFN copied to experts in every other block"
-    return Weights(name, keys, line)
+    is_fixed = "MODEL.NAME" not in keys
+    if not is_fixed:
+        is_fixed = bool(timm_description(str(keys["MODEL.NAME"])).get("fixed_input_size"))
+    return Weights(name, keys, line, takes_any_size=not is_fixed)
 
 
 # The rules
@@ -262,6 +281,8 @@ def sizes_to_try(weights: Weights, given: Mapping[str, object]) -> list[dict[str
     trained = weights.keys.get("DATA.IMG_SIZE")
     if not isinstance(trained, int) or "DATA.IMG_SIZE" in given or not _is_probed(weights, given):
         return []
+    if weights.takes_any_size:
+        return [{"DATA.IMG_SIZE": size} for size in (trained * 5 // 8 // 32 * 32, trained) if size]
     sizes = [trained // 2, trained]
     if trained <= _SMALL:
         sizes = [trained, trained * 3 // 2, trained * 2]
@@ -388,10 +409,16 @@ def _rounds(share: float) -> Callable[[Situation], tuple[object, str] | None]:
     return choose_rounds
 
 
+def _on_all(situation: Situation) -> tuple[object, str] | None:
+    if not _probes(situation) or not situation.pictures.val_split:
+        return None
+    return True, "the held-out pictures are trained on at the end; --keep-held-out prevents it"
+
+
 def _minutes(situation: Situation) -> tuple[object, str] | None:
     if "TRAIN.EPOCHS" in situation.values:
         return None
-    return 10.0, "on a CPU; --minutes sets another limit"
+    return minutes_for(situation.pictures.num_train), "on a CPU; --minutes sets another limit"
 
 
 def _warmup(situation: Situation) -> tuple[object, str]:
@@ -488,7 +515,7 @@ RULES = (
     ),
     Rule(
         "TRAIN.MINUTES",
-        "10 on a CPU, unless the epochs are given",
+        "10 on a CPU, 3 with fewer than 200 training images, unless the epochs are given",
         _minutes,
     ),
     Rule(
@@ -507,6 +534,11 @@ RULES = (
         "TRAIN.BEST_BY",
         "`calibrated` in that case: of few pictures, the loss tells more than the accuracy",
         _if_probed("calibrated", "of few pictures the loss tells more than the accuracy"),
+    ),
+    Rule(
+        "TRAIN.ON_ALL",
+        "with `DATA.VAL_SPLIT`, in that case: the best model's training again, on all pictures",
+        _on_all,
     ),
     Rule("VAL_FREQ", "a fifth of the epochs in that case", _rounds(0.2)),
     Rule("TRAIN.PATIENCE", "three fifths of the epochs in that case", _rounds(0.6)),

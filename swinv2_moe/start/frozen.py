@@ -149,8 +149,7 @@ def choose_size(
             if world.agree(expected > limit):
                 lines.append(f"  {size} px: not tried, it would take about {in_words(expected)}")
                 break
-        model = _pretrained(sections, sources, world)
-        found = probe(model, sections, sources, world, _FOR_SIZES)
+        _, found = start_from_probe(sections, sources, world, _FOR_SIZES)
         tried.append(found)
         loss = f"log loss {found.classifier.log_loss:.2f}"
         lines.append(f"  {size} px: {found.classifier}, {loss}")
@@ -165,12 +164,26 @@ def choose_size(
     return best, tried[best] if has_all else None, lines
 
 
-def _pretrained(sections: AllSections, sources: Sources, world: World) -> MoEModel:
-    """The pretrained network of each rank, with all experts."""
+def start_from_probe(
+    sections: AllSections,
+    sources: Sources,
+    world: World,
+    most: int = MOST,
+    known: Probe | None = None,
+) -> tuple[MoEModel, Probe]:
+    """The pretrained network of each rank, with all experts and the classifier of a probe, and that
+    probe. Collective. Raises UserError as `probe`.
+
+    Args:
+        known: the probe, if it has been made.
+    """
     seed_everything(sections.run.seed)
     model = build_model(sections.model, len(sources.class_names))
     load_pretrained(sections.model, model, world, sources.class_names)
-    return model.to(world.device)
+    model = model.to(world.device)
+    found = known or probe(model, sections, sources, world, most)
+    set_classifier(model, found.classifier)
+    return model, found
 
 
 def _some(source: Source, most: int, seed: int) -> Source:

@@ -42,53 +42,80 @@ _CACHED = ("active_file", "inactive_file")  # in its memory.stat
 _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
 
 
-def decide_by_trial(
+def decide_batch(
     sections: AllSections,
     sources: Sources,
     largest: int,
     world: World,
-    elapsed: float = 0.0,
     given: Collection[str] = (),
-) -> tuple[list[Decision], float]:
-    """The number of data workers, the largest batch that fits into every rank's memory, and the
-    epochs that fit into TRAIN.MINUTES; and the seconds that the training then takes. Collective.
+) -> list[Decision]:
+    """The number of data workers, and the largest batch that fits into every rank's memory.
+    Collective.
 
     Args:
         sources: the pictures, with the classes that they are trained with.
         largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
             DATA.BATCH_SIZE is given.
-        elapsed: seconds since the program began.
         given: keys that the user has set, which stay as they are.
 
     Raises:
-        UserError: on every rank, if the pictures cannot be used, or one does not fit into a rank's
-            memory.
+        UserError: on every rank, if one picture does not fit into a rank's memory.
     """
     decisions = []
-    data, train = sections.data, sections.train
     if "DATA.NUM_WORKERS" not in given:
         cores = max(1, available_cores() // _local_ranks())
-        data = replace(data, num_workers=world.agree(min(_MAX_WORKERS, cores)))
-        workers = {"DATA.NUM_WORKERS": data.num_workers}
+        workers = {"DATA.NUM_WORKERS": world.agree(min(_MAX_WORKERS, cores))}
         decisions.append(Decision(workers, "one for each core, at most 8"))
-    if largest:
-        limit, classes = max(1, largest // world.size), len(sources.class_names)
-        tried = _for_trial(sections)
-        found = world.on_every_rank(lambda: _try_batches(tried, limit, classes, world.device))
-        size = min(world.gather(found))
-        data, train = replace(data, batch_size=size), replace(train, batch_size=size)
-        reason = "at least 20 steps an epoch, at most 128 pictures"
-        if size < limit:
-            reason = "twice as many pictures might not fit into memory"
-        decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
-        if size == 1 and (train.augment.mixup or train.augment.cutmix):
-            alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
-            decisions.append(Decision(alone, "one picture cannot be mixed"))
-    tried = _for_trial(replace(sections, data=data, train=train))
-    times = max(world.gather(_times(tried, sources, world)))
+    if not largest:
+        return decisions
+    limit, classes = max(1, largest // world.size), len(sources.class_names)
+    tried = _for_trial(sections)
+    found = world.on_every_rank(lambda: _try_batches(tried, limit, classes, world.device))
+    size = min(world.gather(found))
+    reason = "at least 20 steps an epoch, at most 128 pictures"
+    if size < limit:
+        reason = "twice as many pictures might not fit into memory"
+    decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
+    augment = sections.train.augment
+    if size == 1 and (augment.mixup or augment.cutmix):
+        alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+        decisions.append(Decision(alone, "one picture cannot be mixed"))
+    return decisions
+
+
+class Times(NamedTuple):
+    """Seconds, and steps."""
+
+    step: float
+    validation: float
+    steps: int  # of an epoch
+
+
+def measure_times(sections: AllSections, sources: Sources, world: World) -> Times:
+    """The times of the slowest rank, by a few steps on the training's own pictures. Collective.
+
+    Raises:
+        UserError: on every rank, if the pictures cannot be used.
+    """
+    times = max(world.gather(_times(_for_trial(sections), sources, world)))
+    _free_memory(world.device)
+    return times
+
+
+def decide_length(
+    sections: AllSections, times: Times, elapsed: float, given: Collection[str] = ()
+) -> tuple[list[Decision], float]:
+    """The epochs, or steps, that fit into TRAIN.MINUTES, and the seconds that they take.
+
+    Args:
+        elapsed: seconds since the program began.
+        given: keys that the user has set, which stay as they are.
+    """
+    train, decisions, again = sections.train, [], 1.0
+    if train.on_all:  # the same on all pictures, without validations
+        again += 1 / (1 - sections.data.val_split)
     plan = _Plan(train.epochs, train.warmup_epochs, train.max_steps, sections.run.val_freq)
-    left = 60 * train.minutes - world.agree(elapsed)
-    shorter = plan
+    left, shorter = (60 * train.minutes - elapsed) / again, plan
     if train.minutes and plan.seconds(times, train.probe) > left:
         shorter = plan.within(left, times, given)
     if shorter.epochs != plan.epochs:
@@ -98,16 +125,7 @@ def decide_by_trial(
         epoch = in_words(times.step * times.steps)
         steps = {"TRAIN.MAX_STEPS": shorter.max_steps}
         decisions.append(Decision(steps, f"an epoch takes {epoch}"))
-    _free_memory(world.device)
-    return decisions, shorter.seconds(times, train.probe)
-
-
-class _Times(NamedTuple):
-    """Seconds, and steps."""
-
-    step: float
-    validation: float
-    steps: int  # of an epoch
+    return decisions, shorter.seconds(times, train.probe) * again
 
 
 class _Plan(NamedTuple):
@@ -118,7 +136,7 @@ class _Plan(NamedTuple):
     max_steps: int  # 0: no limit
     val_freq: int
 
-    def seconds(self, times: _Times, probe: bool) -> float:
+    def seconds(self, times: Times, probe: bool) -> float:
         """The duration, with a validation before the first step after a probe."""
         steps = times.steps * self.epochs
         if self.max_steps:
@@ -126,7 +144,7 @@ class _Plan(NamedTuple):
         validations = math.ceil(steps / times.steps / self.val_freq) + probe
         return steps * times.step + validations * times.validation
 
-    def within(self, left: float, times: _Times, given: Collection[str]) -> "_Plan":
+    def within(self, left: float, times: Times, given: Collection[str]) -> "_Plan":
         """With as many epochs, or steps, as take `left` seconds."""
         plan, epoch = self, times.step * times.steps
         left -= times.validation
@@ -207,11 +225,11 @@ def _for_trial(sections: AllSections) -> AllSections:
 def _step(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
     model = build_model(sections.model, classes)
     step = TrainingStep(sections.train, World(0, 1, device), model, classes)
-    step.wrapped.train()
+    step.train()
     return step
 
 
-def _times(sections: AllSections, sources: Sources, world: World) -> _Times:
+def _times(sections: AllSections, sources: Sources, world: World) -> Times:
     """The times of a few steps on the training's own pictures. The first step, which may compile
     kernels, does not count."""
     data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
@@ -221,7 +239,7 @@ def _times(sections: AllSections, sources: Sources, world: World) -> _Times:
         step = _step(sections, data.num_classes, world.device)
         seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
     seconds_per_batch = max(_time_forward(step, batch), waited)
-    return _Times(seconds_per_step, len(data.val_loader) * seconds_per_batch, steps)
+    return Times(seconds_per_step, len(data.val_loader) * seconds_per_batch, steps)
 
 
 def _time_steps(step: TrainingStep, data: Data, accumulation: int) -> tuple[float, float, Batch]:

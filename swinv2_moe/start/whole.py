@@ -17,10 +17,11 @@ from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.precision import without_slow_amp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start.defaults import Choice, values_of
-from swinv2_moe.start.frozen import Probe, choose_size
+from swinv2_moe.start.frozen import Probe, choose_size, start_from_probe
 from swinv2_moe.start.initial import as_trained, starting_point
+from swinv2_moe.start.rates import decide_rate
 from swinv2_moe.start.teacher import Teacher, open_teacher
-from swinv2_moe.start.trial import decide_by_trial
+from swinv2_moe.start.trial import decide_batch, decide_length, measure_times
 from swinv2_moe.tables import in_words
 
 
@@ -61,8 +62,10 @@ def complete(
         sections, note = without_slow_amp(all_sections(config), world)
         teacher = open_teacher(sections.train.distill, world)
         return Start(sections, source, teacher, None, lines + note)
-    if world.device.type != "cpu" and "TRAIN.MINUTES" not in choice.given:
-        config = changed(config, {"TRAIN.MINUTES": 0.0})
+    unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
+    alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
+    decided = {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
+    config = changed(config, decided)
     tried = [as_trained(changed(config, size), None, world) for size in choice.sizes or [{}]]
     candidates = [without_slow_amp(all_sections(one), world) for one, _ in tried]
     sections, note = candidates[0]
@@ -72,20 +75,40 @@ def complete(
     best, probe = 0, None
     if choice.sizes:
         best, probe, found = choose_size([one for one, _ in candidates], sources, world)
-        if world.is_main:
-            print_lines(*found, flush=True)
+        _show(found, world)
     config, lines = tried[best]
-    elapsed = time.time() - began
-    decisions, seconds = decide_by_trial(
-        candidates[best][0], sources, choice.largest_batch, world, elapsed, choice.given
+    lines = lines + note
+    decisions = decide_batch(
+        candidates[best][0], sources, choice.largest_batch, world, choice.given
     )
     config = changed(config, values_of(decisions))
+    sections, _ = without_slow_amp(all_sections(config), world)
+    times = measure_times(sections, sources, world)
+    if sections.train.probe and world.size == 1:
+        known = probe
+        model, probe = start_from_probe(sections, sources, world, known=known)
+        if known is None:
+            _show([f"a linear classifier on the frozen network: {probe.classifier}"], world)
+        elapsed = time.time() - began
+        rates, found = decide_rate(sections, sources, model, times, elapsed, choice.given)
+        _show(found, world)
+        decisions += rates
+        config = changed(config, values_of(rates))
+        del model
+    elapsed = world.agree(time.time() - began)
+    length, seconds = decide_length(sections, times, elapsed, choice.given)
+    config = changed(config, values_of(length))
     expected = f"expected duration: {in_words(seconds)}"
     if teacher is not None:
         expected += ", and the time of the teacher, which is not tried"
     sections, _ = without_slow_amp(all_sections(config), world)
-    lines = [*lines, *map(str, decisions), expected, *note]
+    lines += [*map(str, decisions + length), expected]
     return Start(sections, None, teacher, probe, lines)
+
+
+def _show(lines: list[str], world: World) -> None:
+    if world.is_main:
+        print_lines(*lines, flush=True)
 
 
 def _pictures(sections: AllSections, teacher: Teacher | None) -> Sources:

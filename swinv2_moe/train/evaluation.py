@@ -5,7 +5,7 @@ B images per rank and batch, C classes, N labelled images over all ranks, T temp
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import equal_tokens, prepared
+from swinv2_moe.checkpoints.novelty import novelty_of, with_features
 from swinv2_moe.data.datasets import IGNORE, Batch
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train.graph import PassGraph
@@ -30,6 +31,7 @@ class Accuracy(NamedTuple):
     # by which the logits are divided for the lowest cross-entropy; of few images nearer to 1
     temperature: float = 1.0
     calibrated: float = 0.0  # the lowest cross-entropy
+    novelty: dict[str, Any] | None = None  # which pictures are unlike these: `Novelty.state`
 
     def score(self, best_by: str) -> float:
         """The measure of TRAIN.BEST_BY, higher for a better model and always finite."""
@@ -42,6 +44,7 @@ class Accuracy(NamedTuple):
 # Temperatures at which the loss is measured, T in number: from 1/4 to 4
 _PRIOR = 30  # images whose temperature is taken to be 1, beside those that are measured
 _TEMPERATURES = 2.0 ** (np.arange(-8, 9) / 4)
+_MOST_KNOWN = 2000  # images whose features say what is unlike them
 
 
 class Predictions(NamedTuple):
@@ -58,19 +61,35 @@ class Predictions(NamedTuple):
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader, world: World, autocast, after_batch: Callable[[], None] = lambda: None
+    model: nn.Module,
+    loader,
+    world: World,
+    autocast,
+    after_batch: Callable[[], None] = lambda: None,
+    novelty: bool = False,
 ) -> Accuracy:
     """Compute the accuracy and the mean cross-entropy. Every rank calls this.
 
     Every image counts once, for any number of ranks. Targets of -1 (padding, unreadable images) do
     not count. The model is in evaluation mode during the call. Afterwards each module has its
     previous mode again, even if `after_batch` raises.
+
+    Args:
+        novelty: compute Accuracy.novelty of the first images, at the temperature found.
     """
+    rows: list[Tensor] = []  # target, logits and features of the first images
+    seen = 0
     totals = torch.zeros(1, dtype=torch.float64, device=world.device)
     unreadable: list[str] = []
     with _evaluation_mode(model):
-        for batch, logits in _outputs(model, loader, world, autocast):
-            totals = totals + _count(logits, batch.targets)
+        for batch, outputs in _outputs(model, loader, world, autocast, novelty):
+            num_classes = outputs.shape[1]
+            if novelty:
+                num_classes = _num_classes(model)
+            totals = totals + _count(outputs[:, :num_classes], batch.targets)
+            if outputs.shape[1] > num_classes and seen * world.size < _MOST_KNOWN:
+                rows.append(torch.cat([batch.targets[:, None].float(), outputs], 1))
+                seen += len(outputs)
             unreadable += batch.unreadable
             after_batch()
     top5, *rest = world.sum(totals).tolist()
@@ -81,6 +100,10 @@ def evaluate(
     share = 1 / max(count, 1)
     temperature, calibrated = _lowest(losses * share)
     temperature **= count / (count + _PRIOR)
+    known = None
+    if rows:
+        gathered = world.gather_rows(torch.cat(rows)).numpy().astype(np.float64)
+        known = world.agree(_novelty(gathered, num_classes, temperature))
     return Accuracy(
         100 * float(hits.sum()) * share,
         100 * top5 * share,
@@ -90,7 +113,21 @@ def evaluate(
         unreadable,
         temperature,
         calibrated,
+        known,
     )
+
+
+def _num_classes(model: nn.Module) -> int:
+    names: Any = model.classifier_names  # of MoEModel
+    return len(model.get_parameter(names()[0]))
+
+
+def _novelty(rows: np.ndarray, num_classes: int, temperature: float) -> dict[str, Any] | None:
+    """The state of `Novelty`, of target, logits and features of images [N, 1 + C + D]."""
+    labelled = rows[rows[:, 0] >= 0, 1:]
+    logits, features = np.split(labelled, [num_classes], axis=1)
+    found = novelty_of(features, logits / temperature)
+    return found.state() if found else None
 
 
 @torch.inference_mode()
@@ -146,13 +183,15 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _outputs(model: nn.Module, loader, world: World, autocast) -> Iterator[tuple[Batch, Tensor]]:
+def _outputs(
+    model: nn.Module, loader, world: World, autocast, features: bool = False
+) -> Iterator[tuple[Batch, Tensor]]:
     """Each batch, on the device, and its logits, float32 [B, C]. The next step of the iterator may
-    overwrite the logits."""
+    overwrite the logits. With `features`, as `with_features`."""
 
     def logits_of(images: Tensor) -> Tensor:
         with autocast():
-            return model(images).float()
+            return with_features(model, images) if features else model(images).float()
 
     forward = PassGraph(model, logits_of, world.device)
     for images, targets, unreadable, _ in loader:

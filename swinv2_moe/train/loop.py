@@ -91,12 +91,7 @@ class Trainer:
             best_by=config.train.best_by,
             patience=config.train.patience,
         )
-        self.schedule = optim.build_schedule(
-            config.train,
-            self.step.optimizer,
-            self.progress.steps_per_epoch,
-            world.size,
-        )
+        self.schedule = self.step.schedule(self.progress.steps_per_epoch)
         self.tuning = Tuning(model)
         self.dense_updates = 0  # optimiser updates before MODEL.UPCYCLE run upcycled the model
         self.throughput = Throughput()
@@ -105,6 +100,7 @@ class Trainer:
         self.joules: float | None = None  # of the GPUs in all parts of the run; None: not known
         self.validation_seconds = 0.0  # duration of the last validation
         self.temperature = 1.0  # of the logits in the last validation
+        self.novelty: dict | None = None  # of the last validation
         self.epoch_started = time.perf_counter()
         num_images = data.train_size + data.val_size
         self.unreadable = UnreadableImages(num_images, config.data.max_bad_share)
@@ -147,13 +143,19 @@ class Trainer:
 
     def validate(self) -> Accuracy:
         """Accuracy of the deployed weights on the validation set. Every rank calls this."""
-        step = self.step
+        step, config = self.step, self.config.train
         started = time.perf_counter()
         accuracy = evaluate(
-            step.deployed, self.data.val_loader, self.world, step.autocast, self._check_stop
+            step.deployed,
+            self.data.val_loader,
+            self.world,
+            step.autocast,
+            self.check_stop,
+            # a compiled model would not show what its classifier sees
+            novelty=config.best_by == "calibrated" and not config.compile,
         )
         self.validation_seconds = time.perf_counter() - started
-        self.temperature = accuracy.temperature
+        self.temperature, self.novelty = accuracy.temperature, accuracy.novelty
         self._count_unreadable(accuracy.unreadable)
         return accuracy
 
@@ -237,6 +239,8 @@ class Trainer:
         beside = self.validation_seconds * (1 + 1 / self.config.run.val_freq)
         epoch_seconds = time.perf_counter() - self.epoch_started
         expected = sum(self.phases.seconds().values()) + epoch_seconds + beside
+        if self.config.train.on_all:  # the same again, on all pictures
+            expected += epoch * epoch_seconds / (1 - self.config.data.val_split)
         if self.world.agree(expected > 60 * minutes):
             self.progress.ended = f"the {minutes:g} minutes (TRAIN.MINUTES) are over"
 
@@ -251,9 +255,9 @@ class Trainer:
         if self.distillation is not None:
             view = self.data.view_of_epoch(progress.epoch)
             with self.phases.phase("data"):
-                self.distillation.prepare(view, recorder, self._check_stop)
+                self.distillation.prepare(view, recorder, self.check_stop)
         self.data.set_epoch(progress.epoch, skip_steps=progress.epoch_step * accumulation)
-        self.step.wrapped.train()
+        self.step.train()
         loader = Batches(self.data.train_loader, accumulation, self.phases)
         title = f"epoch {progress.epoch + 1}/{progress.epochs}"
         unreadable: list[str] = []
@@ -291,7 +295,7 @@ class Trainer:
         every = self.config.checkpoint.steps
         return bool(every) and self.progress.step % every == 0
 
-    def _check_stop(self) -> None:
+    def check_stop(self) -> None:
         """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
         has failed."""
         self.data.raise_if_staging_failed()
@@ -411,6 +415,8 @@ class Trainer:
         )
         if self.config.train.best_by == "calibrated":
             meta["temperature"] = self.temperature
+            if self.novelty:
+                meta["novelty"] = self.novelty
         return meta
 
     def resume(self, source: Checkpoint) -> None:
@@ -457,6 +463,7 @@ class Trainer:
         self.dense_updates = training.get("dense_updates", 0)
         self.joules = training.get("joules")
         self.temperature = source.meta.get("temperature", 1.0)
+        self.novelty = source.meta.get("novelty")
         if upcycles:
             self.dense_updates = updates
         optim.restore_optimizer(step.optimizer, step.model, moments, updates, self.dense_updates)

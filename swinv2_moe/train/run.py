@@ -22,7 +22,7 @@ from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.agreement import check_same_start, differing_versions
 from swinv2_moe.ranks.environment import describe_environment
 from swinv2_moe.ranks.run_lock import only_run
-from swinv2_moe.ranks.world import World, expert_group, open_world, seed_everything
+from swinv2_moe.ranks.world import Stopped, World, expert_group, open_world, seed_everything
 from swinv2_moe.start.defaults import Choice
 from swinv2_moe.start.frozen import MOST, Probe, probe, set_classifier
 from swinv2_moe.start.initial import load_pretrained
@@ -30,6 +30,7 @@ from swinv2_moe.start.teacher import Teacher
 from swinv2_moe.start.whole import complete
 from swinv2_moe.train.arrival import Staging, load_data, read_staging
 from swinv2_moe.train.distill import Distillation
+from swinv2_moe.train.final import train_on_all
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import PhaseTimes
 from swinv2_moe.train.record import Recorder
@@ -118,11 +119,13 @@ def train(
             recorder.begin(describe_environment(world), progress.step, progress.steps_per_epoch)
         with run_events(recorder, trainer, phases.began, staging):
             trainer.fit(recorder, saver)
+        if sections.train.on_all and progress.finished and not was_finished:
+            _train_on_all(trainer, root / "checkpoints", recorder)
         if trainer.stopped_by:
             recorder.print_lines(_stopped(trainer, resume_command))
         staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
-        if progress.finished:
+        if progress.finished and not trainer.stopped_by:
             _record_end(recorder, trainer, summary, root, was_finished)
     if trainer.stop.came_from_elsewhere(trainer.stopped_by):
         raise StoppedElsewhere
@@ -166,6 +169,22 @@ def _load_pretrained(
             print_lines(*[words] * world.is_main, flush=True)
         set_classifier(model, first.classifier)
     return replace(data, notes=data.notes + notes)
+
+
+def _train_on_all(trainer: Trainer, root: Path, recorder: Recorder) -> None:
+    """TRAIN.ON_ALL. Without its weights, those of the run are used."""
+    if trainer.world.size > 1:
+        recorder.print_lines("TRAIN.ON_ALL True: no effect on several processes")
+        return
+    try:
+        with trainer.phases.phase("training"):
+            lines = train_on_all(trainer, root)
+    except Stopped as stopped:
+        trainer.stopped_by = str(stopped)
+    except UserError as error:
+        recorder.print_lines(f"warning: TRAIN.ON_ALL True: {error}")
+    else:
+        recorder.print_lines(*lines)
 
 
 def _was_finished(trainer: Trainer, root: Path) -> bool:

@@ -41,8 +41,7 @@ class RunConfig:
     )
     tracker: str = option(
         "",
-        "a service that also receives the curves: `wandb` or `mlflow` (needs the extra of"
-        " that name). `mlperf`: write `events.log` in the MLPerf log format",
+        "a service that also receives the curves (needs the extra of its name)",
         choices=("", "wandb", "mlflow", "mlperf"),
         affects="",
     )
@@ -61,8 +60,8 @@ class RunConfig:
     )
     amp_enable: bool | str = option(
         False,
-        "mixed precision. `auto`: on, except on a CPU without instructions for `amp_dtype`, where"
-        " it would be slower than fp32. `True`: the same, with a warning on such a CPU",
+        "mixed precision. `auto`: not on a CPU without instructions for `amp_dtype`, where fp32"
+        " is faster; `True`: there with a warning",
         choices=(False, True, "auto"),
     )
     amp_dtype: str = option("bfloat16", "dtype of mixed precision", choices=("bfloat16", "float16"))
@@ -93,8 +92,8 @@ class OptimizerConfig:
     name: str = option("adamw", "the optimiser", choices=("adamw", "sgd"))
     eps: float = option(
         1e-8,
-        "epsilon of AdamW, added to the denominator. 1e-3 keeps rounding errors small"
-        " where runs on different numbers of ranks are compared",
+        "epsilon of AdamW, added to the denominator; 1e-3 hides rounding where numbers of ranks"
+        " are compared",
         least=0,
     )
 
@@ -105,9 +104,9 @@ class DistillConfig:
 
     teacher: str = option(
         "",
-        "the teacher; empty: none. `timm:NAME`; `timm:NAME@FILE`: weights from a file;"
-        " `hf-hub:OWNER/NAME`; a run, a checkpoint or a single file; `bundled:tiny`;"
-        " `efficientnet_lite2` (needs the teacher extra)",
+        "the teacher; empty: none. `timm:NAME`; `timm:NAME@FILE`; `hf-hub:OWNER/NAME`; a run, a"
+        " checkpoint or a single file; `bundled:tiny`; `efficientnet_lite2` (needs the teacher"
+        " extra)",
     )
     img_size: int = option(
         0,
@@ -134,8 +133,8 @@ class DistillConfig:
     )
     views: int = option(
         4,
-        "number of augmentations of each image, which the epochs use in turn; the teacher computes"
-        " its outputs for each of them once",
+        "augmentations of each image, which the epochs use in turn; the teacher sees each of"
+        " them once",
         least=1,
     )
     cache: str = option(
@@ -170,8 +169,8 @@ class TrainConfig:
     )
     lr_scaling: str = option(
         "linear",
-        "how learning rates scale with the global batch: in proportion to it (`linear`), to its"
-        " square root (`sqrt`), or not at all (`none`)",
+        "how learning rates scale with the global batch: in proportion, with its square root, or"
+        " not",
         choices=("linear", "sqrt", "none"),
         affects="rate",
     )
@@ -207,8 +206,8 @@ class TrainConfig:
     )
     graph: bool | str = option(
         "auto",
-        "replay the kernels of a step as a CUDA graph, so that a small batch does not wait for the"
-        " host: one process, one GPU, AdamW. `auto`: where this can be done",
+        "replay a step's kernels as a CUDA graph, so that it does not wait for the host: one"
+        " process, one GPU, AdamW. `auto`: where this can be done",
         choices=("auto", True, False),
         affects="",
     )
@@ -238,16 +237,22 @@ class TrainConfig:
     )
     best_by: str = option(
         "top1",
-        "what the checkpoint `best` is best in: validation accuracy (`top1`), its mean over the"
-        " classes (`balanced`, for classes with few images), the validation loss (`loss`), or that"
-        " loss at the temperature at which it is lowest (`calibrated`, for few images; where its"
-        " checkpoints are used, their logits are divided by that temperature)",
+        "what the checkpoint `best` is best in: validation accuracy (`top1`), its mean over"
+        " classes (`balanced`), the validation loss (`loss`), or that loss at its best"
+        " temperature (`calibrated`, for few images), which then divides the logits wherever its"
+        " checkpoints are used",
         choices=("top1", "balanced", "loss", "calibrated"),
     )
     probe: bool = option(
         False,
-        "before the first step, fit the classifier to the features of the frozen network; this"
-        " model is validated and saved as step 0",
+        "fit the classifier to the features of the frozen network first; this is saved as step 0",
+    )
+    on_all: bool = option(
+        False,
+        "at the end, train again on all pictures, also those that `DATA.VAL_SPLIT` holds out, as"
+        " long as the best model was trained; `predict` and `export` use these weights. On one"
+        " process",
+        affects="",
     )
     patience: int = option(
         0,
@@ -257,15 +262,13 @@ class TrainConfig:
     )
     minutes: float = option(
         0.0,
-        "the most that a run may take, start included; training ends with the last epoch that"
-        " fits. 0: any time",
+        "the most that a run may take, in whole epochs; 0: any time",
         least=0,
         affects="",
     )
     skip_non_finite: int = option(
         0,
-        "consecutive steps with a non-finite loss or gradient that are skipped; one more"
-        " stops the run",
+        "steps in a row with a non-finite loss or gradient that are skipped",
         least=0,
     )
 

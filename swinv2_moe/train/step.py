@@ -7,7 +7,8 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from torch import Tensor
+from timm.scheduler import CosineLRScheduler
+from torch import Tensor, nn
 
 import moe_core
 from moe_core import (
@@ -111,6 +112,19 @@ class TrainingStep:
         if self.world.size > 1 or self.config.obstacle_to_graph():
             return False
         return can_replay(self.model, self.world.device)
+
+    def schedule(self, steps_per_epoch: int) -> CosineLRScheduler:
+        """The schedule of the learning rate."""
+        return optim.build_schedule(self.config, self.optimizer, steps_per_epoch, self.world.size)
+
+    def train(self) -> None:
+        """Put the model into training mode. After a probe, batch norms keep the statistics with
+        which the features were computed: those of small batches would replace them."""
+        self.wrapped.train()
+        if self.config.probe:
+            for module in self.model.modules():
+                if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                    module.eval()
 
     @property
     def deployed(self) -> MoEModel:

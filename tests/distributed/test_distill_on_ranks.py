@@ -38,7 +38,7 @@ def files_of(cache: Path) -> dict[str, str]:
 def losses(rank: int, size: int, root: Path, cache: str) -> list:
     """Of three steps, with the parts of the loss."""
     trainer = make_distilled(rank, size, KEYS.format(root, cache))
-    trainer.distillation.prepare(0, MagicMock(), trainer._check_stop)
+    trainer.distillation.prepare(0, MagicMock(), trainer.check_stop)
     return train_steps(trainer, 3)
 
 
@@ -58,7 +58,7 @@ def blind(rank: int, root: Path) -> None:
     if rank == 1:
         cache.folder = root / "other" / cache.folder.name
     with pytest.raises(UserError, match=r"rank 0 finds . of . files .* that all ranks see"):
-        trainer.distillation.prepare(0, MagicMock(), trainer._check_stop)
+        trainer.distillation.prepare(0, MagicMock(), trainer.check_stop)
 
 
 def test_two_ranks_are_as_one(run_processes, root):

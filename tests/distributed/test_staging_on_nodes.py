@@ -17,7 +17,7 @@ from moe_core.parallel import Ranks
 from swinv2_moe import tables
 from swinv2_moe.commands import run
 from swinv2_moe.data.prepare import shard_exchange
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.prepare.shard_exchange import ShardExchange
 from swinv2_moe.data.prepare.staging import Stager, StagingStopped, stage
 from swinv2_moe.data.shards import load_shards
@@ -33,7 +33,7 @@ def made(tmp_path, monkeypatch) -> Path:
     pixels = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), dtype=np.uint8)
     source = ImageArrays("noise", pixels, np.arange(60) % 4)
     sources = Sources(source, source, list("abcd"))
-    make_shards(sources, str(tmp_path / "shards"), Options(shard_mb=0.02), 1)
+    make_shards(sources, str(tmp_path / "shards"), ShardOptions(shard_mb=0.02), 1)
     return tmp_path / "shards"
 
 

@@ -249,7 +249,7 @@ def test_quacks_kernels_are_called_by_their_conventions(tmp_path):
     import products
     from quack_kernels import Quack
 
-    inputs = products.Inputs((70, 64, 6, 2), "cpu", torch.float32)
+    inputs = products.Inputs((70, 64, 6, 2), "cpu", torch.float32, is_uneven=True)
     assert (inputs.ends.diff() == 0).sum() == 2
     quack, kernels = Quack(tmp_path), Kernels()
     with pytest.raises(RuntimeError, match="see the note"):

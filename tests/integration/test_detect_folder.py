@@ -201,7 +201,6 @@ def test_onnx_finds_the_same_objects_without_this_project(
         ("test output/shapes --checkpoint 999", "999"),
         ("report shapes", "no run of"),
         ("export output/shapes", "export takes RUN DIR"),
-        ("show a b", "detect show has left"),
     ],
 )
 def test_wrong_input_is_one_line(detect, trained: str, words: str, says: str) -> None:

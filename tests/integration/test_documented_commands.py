@@ -44,6 +44,7 @@ NOT_RUN = {
     r"RELEASED.pth|swin-moe released": "needs published weights",
     r"helloworld.py": "a program of Tutel's; tests/integration/test_tutel_programs.py runs it",
     r"^python examples/sweep.py": "trains for an hour; test_sweep_example.py runs it",
+    r"^python examples/profile_step.py": "test_the_profile_of_a_training_step_runs runs it",
     r"cifar10|imagenet22k|data/imagenet\b": "needs a data set",
     r"\b(VERB|RUN|PICTURE|CHECKPOINT|NAME)\b|\.\.\.|^swinv2-moe train --check-files$": "a pattern",
     r"^(#SBATCH|export|--opts)": "a part of a command",
@@ -295,10 +296,7 @@ def test_every_command_runs(document, place):
 
 
 def test_the_profile_of_a_training_step_runs(tmp_path):
-    text = (ROOT / "docs" / "how-to" / "evaluate.md").read_text()
-    section = text.partition("## Profile a training step")[2]
-    script = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
-    words = [sys.executable, "-c", script]
+    words = [sys.executable, str(ROOT / "examples" / "profile_step.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

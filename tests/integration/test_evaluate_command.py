@@ -183,7 +183,7 @@ def test_classes_of_other_names(evaluate, measure, runs, places, photographs, tm
     assert "[azure]" in evaluate("--resume", places / "nameless", *data).out
     shutil.rmtree(tmp_path / "data" / "val" / "red")
     refused = evaluate("--resume", runs / "experts", *data)
-    assert_one_line(refused, "has none of the classes of the data")
+    assert_one_line(refused, "the data have other classes")
 
 
 def test_many_classes_show_their_ends(measure, monkeypatch):
@@ -227,7 +227,8 @@ BAD_INPUT = {
     "--resume auto": "--resume auto ... must be a run or a checkpoint",
     "--opts MODEL.SWINV2.EMBED_DIM 32": "does not fit ... patch_embed.proj.weight",
     "--dataset digits": (
-        "experts/checkpoints/step- ... has none of the classes ... 2 of the checkpoint: blue, red"
+        "experts/checkpoints/step- ... the data have other classes"
+        " ... 2 of the checkpoint: blue, red"
     ),
     "--resume {root}/nameless --dataset digits": (
         "nameless: has 2 classes without names, the data (digits) has 10"

@@ -295,7 +295,7 @@ BAD_INPUT = {
     "{folder}/empty": "empty: holds no images (.jpg",
     "--top-k 0": "--top-k is 0, it must be at least 1",
     "--output out.txt": "--output out.txt: must end in .csv or .json",
-    "--pictures {folder}": "--pictures {folder}: ... which is to be predicted, lies in it",
+    "--pictures {folder}": "--pictures {folder}: it holds ... one of the pictures; name another",
     "--pictures {folder}/notes.txt": "--pictures {folder}/notes.txt: cannot be made a directory",
 }
 

@@ -82,7 +82,7 @@ def test_what_one_page_shows(pages):
         *(PANELS + EXPERT_PANELS + ["Images and layers"]),
         *(f"Expert load, {layer}" for layer in LAYERS),
     }
-    samples = page[page.index("<h2>ReportValidation images") :]
+    samples = page[page.index("<h2>Some of the images") :]
     assert samples.count('class="card sample"') == 8
     assert len(re.findall(r"[✓✗] (red|blue)</h3>", samples)) == 8
     assert "Confusion matrix" in page
@@ -117,7 +117,7 @@ def test_two_runs_side_by_side(pages):
     assert "experts beside dense" in page
     assert {*PANELS, *EXPERT_PANELS} < set(titles(page))  # shared
     assert re.search(r"<td>MODEL.MOE.NUM_EXPERTS</td>.*<td>6</td><td>0</td>", page)
-    assert page.count("<h2>ReportValidation images") == 2
+    assert page.count("<h2>Some of the images") == 2
 
 
 def test_without_the_images_or_a_checkpoint_the_rest_is_there(report, runs, tmp_path):
@@ -160,7 +160,7 @@ def test_it_says_what_evaluate_and_the_validation_say(report, runs, tmp_path, mo
     best = json.loads((runs / "experts" / "summary.json").read_text())["best_val_top1"]
     assert report(runs / "experts", "--output", tmp_path / "page.html").status == 0
     page = html.unescape((tmp_path / "page.html").read_text())
-    validation = page[page.index("<h2>ReportValidation") :]
+    validation = page[page.index("<h2>Result on") :]
     top1 = re.search(r">top-1</span><b>([\d.]+)%", validation)[1]
     assert top1 == f"{results['top1']:.2f}" == f"{best:.2f}"
     cells = re.findall(r'class="(hit|miss)"[^>]*>(\d*)</td>', validation)

@@ -183,3 +183,15 @@ def test_the_upgrade_notes_name_what_left():
     notes = (ROOT / "docs" / "reference" / "upgrade.md").read_text()
     for name in [*load._LEFT, *(f"swinv2-moe {command}" for command in LEFT)]:
         assert f"`{name}`" in notes
+
+
+def test_the_recorded_runs_of_the_picture_are_those_of_the_table():
+    results = (ROOT / "docs" / "results.md").read_text()
+    known = NUMBER.findall(section(results, "accuracy-at-equal-time"))
+    lines = (ROOT / "docs" / "results" / "equal_time.csv").read_text().splitlines()
+    last = {}
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        last[row["model"]] = row
+    assert len(last) == 6
+    for row in last.values():
+        assert {row["top1"], f"{float(row['minutes']):.0f}"} <= set(known), row

@@ -39,7 +39,17 @@ def row_of(name: str) -> str:
     if model.experts.layer is not None:
         experts = f"{model.experts.num_experts} in {sum(map(len, model.experts.blocks))} layers"
     said = [line[8:].lstrip(",: ").rstrip(".") for line in head if line.startswith("Accuracy")]
-    accuracy = "; ".join(line for line in said if not line.startswith("measured: none"))
+    nothing = ("measured: none", "published: none")
+    accuracy = "; ".join(line for line in said if not line.startswith(nothing))
+    accuracy = re.sub(r" \(measured; docs/[^)]*\)", "", accuracy)
+    for written, short in (
+        (r"; [\d.]+M parameters$", ""),
+        (r"published \(arXiv 2206.03382\): (?:top-1 )?", "published: "),
+        (r" on ImageNet-22K, (\S+) fine-tuned on ImageNet-1K,", r"; ImageNet-1K \1,"),
+        (r", (\S+) 5-shot", r", 5-shot \1"),
+        (r"^(published: [\d.]+) on ImageNet-1K$", r"\1"),
+    ):
+        accuracy = re.sub(written, short, accuracy)
     sizes = f"{size.parameters / 1e6:,.1f}M | {size.macs / 1e6:,.0f}M"
     return f"| `{name}` | {model.img_size} | {experts} | {sizes} | {accuracy} |"
 

@@ -70,7 +70,8 @@ def test_links_lead_to_files_of_the_site(site):
 def test_a_link_out_of_docs_is_its_path(site):
     text = (site / "tutorial" / "first-model.html").read_text().replace("<wbr>", "")
     assert "<code>examples/classify.py</code>" in text
-    assert "configs/upcycle" in text
+    text = (site / "how-to" / "evaluate.html").read_text().replace("<wbr>", "")
+    assert "configs/ablations" in text
 
 
 def test_docstrings_are_in_the_api_pages(site):

@@ -81,9 +81,9 @@ def _count_classes(file: str, targets: np.ndarray) -> int:
     candidates = np.arange(min(num_classes, len(labels) + 3))
     missing = np.setdiff1d(candidates, labels).tolist()
     raise UserError(
-        f"DATA.TRAIN_LIST is {file!r}: its labels reach {num_classes - 1} but"
-        f" {num_classes - len(labels)} below have no image ({shortened(missing)}); labels count"
-        " from 0, MODEL.NUM_CLASSES (0) would allow gaps"
+        f"DATA.TRAIN_LIST is {file!r}: of the labels 0 to {num_classes - 1},"
+        f" {num_classes - len(labels)} have no image ({shortened(missing)}); close the gaps, or set"
+        " MODEL.NUM_CLASSES"
     )
 
 

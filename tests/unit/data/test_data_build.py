@@ -369,7 +369,7 @@ LISTS = [  # the text of train.txt, what the line says after that name
     ),
     (
         "train/cat/0.png 1\ntrain/dog/0.png 2\n",
-        r".*labels reach 2 but 1 below have no image \(0\); labels count from 0",
+        r".*of the labels 0 to 2, 1 have no image \(0\); close the gaps",
     ),
 ]
 

@@ -256,7 +256,7 @@ VALUES = {
     "floats, PFM": (b"Pf 2 1 -1.0\n" + row("<f4", 0, 1), "32-bit floating point without"),
     "16 bits of 12 in colour": (
         tiff(row("<u2", 9, 9, 9), 16, 1, (281, 3, 4095), photometric=2, samples=3),
-        "values up to 4095",
+        "values only up to 4095",
     ),
 }
 

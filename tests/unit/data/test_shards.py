@@ -22,12 +22,12 @@ from swinv2_moe import files
 from swinv2_moe.data import shards
 from swinv2_moe.data.build import build_data
 from swinv2_moe.data.prepare.index_shards import index_shards
-from swinv2_moe.data.prepare.make_shards import Options, make_shards
+from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, ImageFiles, Sources, load_sources
 from swinv2_moe.locks import lock
 
-SMALL = Options(shard_mb=0.02)  # of noise images: about 6 in a shard
+SMALL = ShardOptions(shard_mb=0.02)  # of noise images: about 6 in a shard
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_webdataset_and_we_read_what_the_source_holds(sources, made):
 def test_the_same_images_and_seed_give_the_same_bytes_whatever_the_workers(sources, made, tmp_path):
     make_shards(sources, str(tmp_path / "again"), SMALL, workers=1)
     assert snapshot(tmp_path / "again") == snapshot(made)
-    make_shards(sources, str(tmp_path / "other"), Options(seed=1, shard_mb=0.02), workers=1)
+    make_shards(sources, str(tmp_path / "other"), ShardOptions(seed=1, shard_mb=0.02), workers=1)
     assert snapshot(tmp_path / "other")["train/000000.tar"] != snapshot(made)["train/000000.tar"]
 
 
@@ -164,7 +164,7 @@ def test_other_arguments_or_images_than_the_first_time_are_refused(sources, made
         return refusal(make_shards, sources, str(output), options, 1)
 
     says = "was begun with seed 0, not 3: continue with that value, or take another --output"
-    assert refused(sources, made, Options(seed=3, shard_mb=0.02)) == f"{made} {says}"
+    assert refused(sources, made, ShardOptions(seed=3, shard_mb=0.02)) == f"{made} {says}"
     train = sources.train
     fewer = ImageFiles(train.root, train.paths[1:], train.targets[1:])
     assert "train_images 30, not 29" in refused(sources._replace(train=fewer), made)
@@ -191,7 +191,7 @@ def test_images_that_are_missing_or_empty_are_left_out_and_counted(load, make_fo
     bad[2].write_bytes(bad[2].read_bytes()[:700])
     for check in (False, True):
         output = tmp_path / f"checked {check}"
-        index = make_shards(sources, str(output), Options(shard_mb=0.1, check=check), 2)
+        index = make_shards(sources, str(output), ShardOptions(shard_mb=0.1, check=check), 2)
         assert left_out(index, "train") == 2
         assert left_out(index, "val") == int(check)
         shards_of_both = index["train"]["shards"] + index["val"]["shards"]
@@ -200,7 +200,7 @@ def test_images_that_are_missing_or_empty_are_left_out_and_counted(load, make_fo
         assert len(load_shards(str(output)).train) == 218
     for number in range(9):
         (root / f"train/cat/{number}.png").unlink(missing_ok=True)
-    message = refusal(make_shards, sources, str(tmp_path / "more"), Options(shard_mb=0.1), 2)
+    message = refusal(make_shards, sources, str(tmp_path / "more"), ShardOptions(shard_mb=0.1), 2)
     says = r"\d+ of 440 images are missing, empty or broken, .*; the first: .*/train/.*png"
     assert re.match(says, message)
 
@@ -214,7 +214,9 @@ def test_larger_images_are_made_smaller(tmp_path):
         Image.fromarray(pixels).save(tmp_path / name)
     names = np.array([name.encode() for name in pictures])
     source = ImageFiles(str(tmp_path), names, np.zeros(4, np.int64))
-    make_shards(Sources(source, source, ["0"]), str(tmp_path / "out"), Options(short_side=32), 1)
+    make_shards(
+        Sources(source, source, ["0"]), str(tmp_path / "out"), ShardOptions(short_side=32), 1
+    )
     made = load_shards(str(tmp_path / "out")).train
     found = {made.name(i).split("-")[1]: made.open(i) for i in range(4)}
     sizes = {name: image.size for name, image in found.items()}
@@ -228,7 +230,7 @@ def test_larger_images_are_made_smaller(tmp_path):
 def test_arrays_become_pngs(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
     source = ImageArrays("CIFAR10", pixels, np.arange(5))
-    make_shards(Sources(source, source, list("abcde")), str(tmp_path / "out"), Options(), 1)
+    make_shards(Sources(source, source, list("abcde")), str(tmp_path / "out"), ShardOptions(), 1)
     made = load_shards(str(tmp_path / "out")).val
     for i in range(5):
         assert made.name(i).endswith(f"-CIFAR10_{made.targets[i]}_.png")

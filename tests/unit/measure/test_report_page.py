@@ -139,3 +139,21 @@ def test_the_best_epoch_may_not_be_the_last(make_run):
         lines.write(json.dumps(end) + "\n")
     found = tiles(page_of(run))
     assert (found["top-1, last"], found["top-1, best"]) == ("1.00%", "50.00%")
+
+
+def test_the_result_is_first_and_the_machine_is_folded(make_run):
+    run = make_run("run")
+    with (run / "metrics.jsonl").open("a") as lines:
+        step = {"step": 5, "epoch": 1, "loss": 1.0, "images_per_second": 9, "aux_loss": 1.0}
+        load = {f"moe/load/blocks.1.mlp.moe/{expert}": 1.0 for expert in (0, 1)}
+        lines.write(json.dumps(step | {"memory_bytes": 1e9, "moe/entropy": 0.5} | load) + "\n")
+    page = page_of(run)
+    order = [
+        *('id="summary"', 'id="validation-1"', 'id="curves"', ">Loss<", 'id="routing"'),
+        *(">Routing entropy<", 'id="configuration"', '<details id="machine"', ">Throughput<"),
+        *(">Memory<", 'id="environment"'),
+    ]
+    places = [page.find(name) for name in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert 'id="routing"' not in page_of(make_run("dense"))

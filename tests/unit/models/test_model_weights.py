@@ -13,7 +13,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2
 
 from moe_core import moe_layers
 from swinv2_moe.errors import UserError
-from swinv2_moe.models import load_dense, load_strict
+from swinv2_moe.models import load_dense, load_strict, weight_files
 from swinv2_moe.models.weight_files import unwrapped, without_prefixes
 from swinv2_moe.models.weights import read_weights
 
@@ -345,6 +345,20 @@ def test_what_is_not_a_regular_file(suffix, make_model, tmp_path):
     file.unlink()
     file.mkdir()
     assert_refused(make_model, file, "is a directory")
+
+
+@pytest.mark.parametrize("read", ["read_weights", "read_headers", "read_metadata"])
+def test_a_file_larger_than_memory_can_map(read, monkeypatch, tmp_path):
+    """As 1 TB of holes in a process with a limit of its memory."""
+
+    def refuse(*_, **__):
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "w.safetensors")
+    for name in ("safe_open", "load_file"):
+        monkeypatch.setattr(weight_files, name, refuse)
+    with pytest.raises(UserError, match=r"w\.safetensors: cannot be read as weights \(Cannot"):
+        getattr(weight_files, read)(tmp_path / "w.safetensors")
 
 
 def test_names_that_are_no_text(make_model, tmp_path):

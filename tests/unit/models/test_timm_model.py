@@ -259,7 +259,7 @@ def test_bad_configurations_are_named_in_one_line(opts, parts):
         ),
         (
             ["MODEL.NAME", "convnextv2_atto", "MODEL.ARGS", "", "MODEL.MOE.BLOCKS", "[[]]"],
-            ["stages.3.blocks.0.mlp", "GlobalResponseNormMlp", "no experts can be made"],
+            ["stages.3.blocks.0.mlp", "GlobalResponseNormMlp", "experts cannot replace it"],
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on_bit_for_bit(config_of, computed, tmp_path, monkeyp
 
 def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys):
     train(config_of("whole", {"TRAIN.DISTILL.CACHE": tmp_path / "other"}))
-    check, calls = Trainer._check_stop, []
+    check, calls = Trainer.check_stop, []
 
     def check_stop(self):
         calls.append(1)
@@ -169,7 +169,7 @@ def test_a_signal_ends_the_computation(config_of, tmp_path, monkeypatch, capsys)
         check(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_check_stop", check_stop)
+        patch.setattr(Trainer, "check_stop", check_stop)
         assert train(config_of("run")) is None
     assert "SIGTERM: stopped after step 0; to continue" in capsys.readouterr().out
     assert len(files_of(tmp_path / "cache")) == 2
@@ -248,25 +248,23 @@ def test_damaged_files_are_computed_again(config_of, computed, tmp_path, capsys)
     assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
 
 
-UNRELATED = {"TRAIN.DISTILL.VIEWS": 5, "TRAIN.DISTILL.TEMPERATURE": 1, "AUG.REPROB": 0.1}
-UNRELATED |= {"DATA.MEAN": [0.1, 0.1, 0.1], "MODEL.SWINV2.EMBED_DIM": 8, "DATA.BATCH_SIZE": 16}
+DEPENDENCIES = [  # keys of a run, and whether it shares the outputs of one without them
+    ({"TRAIN.DISTILL.VIEWS": 5, "TRAIN.DISTILL.TEMPERATURE": 1, "AUG.REPROB": 0.1}, True),
+    ({"DATA.MEAN": [0.1, 0.1, 0.1], "MODEL.SWINV2.EMBED_DIM": 8, "DATA.BATCH_SIZE": 16}, True),
+    ({"SEED": 1}, False),
+    ({"AUG.HFLIP": 0.25}, False),
+    ({"TRAIN.DISTILL.IMG_SIZE": 48}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("keys", "is_shared"),
-    [
-        (UNRELATED, True),
-        ({"SEED": 1}, False),
-        ({"AUG.HFLIP": 0.25}, False),
-        ({"TRAIN.DISTILL.IMG_SIZE": 48}, False),
-    ],
-)
-def test_what_the_outputs_depend_on(config_of, tmp_path, computed, keys, is_shared):
-    train(config_of("first", {"TRAIN.MAX_STEPS": 1}))
-    computed.clear()
-    train(config_of("second", {"TRAIN.MAX_STEPS": 1} | keys))
-    assert (computed == []) == is_shared
-    assert len(list((tmp_path / "cache").iterdir())) == 2 - is_shared
+def test_what_the_outputs_depend_on(config_of, tmp_path, computed):
+    one = {"TRAIN.MAX_STEPS": 1}
+    train(config_of("first", one))
+    for number, (keys, is_shared) in enumerate(DEPENDENCIES):
+        computed.clear()
+        train(config_of(f"run {number}", one | keys))
+        assert (computed == []) == is_shared, keys
+    assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 def test_a_run_as_teacher(config_of, make_config, tmp_path, computed):

@@ -72,7 +72,7 @@ def test_other_classes(as_file, pretrained, load, tmp_path):
     source = (
         (source / "model.safetensors").rename(tmp_path / "file.safetensors") if as_file else source
     )
-    refusal = "has none of the classes of the data.*MODEL.CLASS_MAP new starts a new head"
+    refusal = "the data have other classes.*MODEL.CLASS_MAP new starts a new head"
     if as_file:  # without class names
         refusal = r"head\.fc\.weight \(\[10, 64\] there, \[4, 64\].*MODEL\.CLASS_MAP new"
     with pytest.raises(UserError, match=refusal):
@@ -382,7 +382,7 @@ def test_one_of_several_state_dicts_is_named(tmp_path):
         ('{"pretrained_cfg": {"interpolation": "cubic"}}', "interpolation is 'cubic'"),
         ('{"pretrained_cfg": {"crop_mode": "middle"}}', "crop_mode is 'middle', it must be one of"),
         ('{"pretrained_cfg": {"crop_pct": 0}}', "crop_pct is 0, it must be a number from 0.1"),
-        ('{"model_type": "swin"}', "it has none of architecture, pretrained_cfg, label_names"),
+        ('{"model_type": "swin"}', "it needs one of architecture, pretrained_cfg, label_names"),
         (None, "No such file"),
     ],
 )

@@ -4,12 +4,14 @@ keeps it unless training is better."""
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from run_cases import interrupt_at, weights_of
+from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from trainer_cases import QUICKSTART, SMALL
 
@@ -22,12 +24,15 @@ from swinv2_moe.measure import report
 from swinv2_moe.measure.live_run import LiveRun
 from swinv2_moe.measure.run_record import read_run
 from swinv2_moe.models import build_model
+from swinv2_moe.predict.prediction import as_csv
+from swinv2_moe.predict.predictor import load_predictor
 from swinv2_moe.ranks.world import World, expert_group, seed_everything
 from swinv2_moe.start import frozen
 from swinv2_moe.start.frozen import choose_size, extract_features, probe, set_classifier
 from swinv2_moe.start.known import accuracy_in_words, interval
 from swinv2_moe.start.probe import STRENGTHS, _folds, fit_classifier
 from swinv2_moe.train.run import train
+from swinv2_moe.train.step import TrainingStep
 
 ALONE = World(0, 1, torch.device("cpu"))
 PROBED = {"TRAIN.PROBE": True, "TRAIN.BEST_BY": "calibrated"}
@@ -246,6 +251,22 @@ def test_a_checkpoint_is_used_at_its_temperature(make_config, tmp_path):
         assert torch.equal(read[name], trained[name] / stored)
     others = trained.keys() - {weight, bias}
     assert all(torch.equal(read[name], trained[name]) for name in others)
+    _check_what_is_unlike_the_digits(tmp_path / "run")
+
+
+def _check_what_is_unlike_the_digits(run: Path) -> None:
+    """In Python and CSV, and with no features of the checkpoint, not at all."""
+    model = load_predictor(run)
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    digits = [(15.9 * digit).astype(np.uint8) for digit in load_digits().images[:50]]
+    assert [type(one.is_unlike) for one in model.predict([noise])] == [bool]
+    marked = [one.is_unlike for one in model.predict(digits)]
+    assert sum(marked) < len(marked) / 2
+    text = as_csv(model.predict([noise]))
+    assert text.splitlines()[0].endswith(",unlike_training,error")
+    assert text.splitlines()[1].split(",")[-2] in ("yes", "no")
+    model._novelty = None
+    assert [one.is_unlike for one in model.predict([noise])] == [None]
 
 
 def validations(run):
@@ -347,3 +368,21 @@ def test_training_ends_when_its_time_is_over(make_config, tmp_path):
     assert "TRAIN.MINUTES" in summary["ended"]
     longer = make_config(tmp_path / "run", keys | {"TRAIN.MINUTES": 0.0, "TRAIN.EPOCHS": 3})
     assert train(longer, "auto")["epochs"] == 3
+
+
+def test_batch_norms_keep_the_statistics_of_the_features(make_config, tmp_path):
+    """With a probe as the start; their weights are trained."""
+    network = {"MODEL.TYPE": "timm", "MODEL.NAME": "resnet10t", "DATA.IMG_SIZE": 32}
+    network |= {"MODEL.MOE.NUM_EXPERTS": 0, "MODEL.MOE.BLOCKS": []}
+    for probed in (True, False):
+        keys = network | {"TRAIN.PROBE": probed, "TRAIN.BASE_LR": 1e-2}
+        sections = all_sections(make_config(tmp_path, keys))
+        step = TrainingStep(sections.train, ALONE, build_model(sections.model, 10), 10)
+        norm = step.model.get_submodule("bn1")
+        mean, weight = norm.running_mean.clone(), norm.weight.detach().clone()
+        step.train()
+        assert step.model.training
+        step.model(torch.randn(4, 3, 32, 32))[0].sum().backward()
+        assert torch.equal(norm.running_mean, mean) == probed
+        assert norm.weight.grad is not None
+        assert torch.equal(norm.weight, weight)

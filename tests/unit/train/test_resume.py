@@ -180,6 +180,7 @@ def test_numbered_folders_keep_the_order_of_their_run(
                 image = Image.new("L", (16, 16), 20 * label + i)
                 image.save(tmp_path / "data" / split / str(label) / f"{i}.png")
     keys = {"DATA.DATASET": "folder", "DATA.PATH": tmp_path / "data", "CHECKPOINT.STEPS": 2}
+    keys["DATA.NUM_WORKERS"] = 0
     runs = [make_config(tmp_path / name, keys) for name in ("whole", "run")]
     with monkeypatch.context() as patch:
         patch.setattr("swinv2_moe.data.sources.folder.subfolders", lambda folder: ["1", "10", "2"])

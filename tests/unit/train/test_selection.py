@@ -57,7 +57,7 @@ def test_what_cannot_be_selected(run):
     with pytest.raises(UserError, match=r"--checkpoint 7: .*run has .* the steps 10, 20, 30"):
         select_checkpoint(str(run), "7")
     for which in ("newest", "-1", "1.5", ""):
-        with pytest.raises(UserError, match=f"--checkpoint {which}: must be best, latest or the"):
+        with pytest.raises(UserError, match=f"--checkpoint {which}: must be best, latest, final"):
             select_checkpoint(str(run), which)
 
 

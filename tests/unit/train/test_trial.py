@@ -4,18 +4,19 @@ free."""
 import mmap
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from swinv2_moe.config import AllSections
+from swinv2_moe.config import AllSections, all_sections
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.environment import peak_memory
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import trial, whole
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.trial import _Plan, _Times, free_memory, largest_fitting
+from swinv2_moe.start.trial import Times, _Plan, decide_length, free_memory, largest_fitting
 from swinv2_moe.start.whole import complete
 from swinv2_moe.train.step import TrainingStep
 
@@ -69,13 +70,13 @@ def test_another_error_is_not_taken_for_full_memory():
 def test_as_many_epochs_as_fit_into_the_minutes():
     """Epochs of 10 s with 1 s of validation every second one; those that are given stay."""
     plan = _Plan(epochs=20, warmup_epochs=4, max_steps=0, val_freq=2)
-    times = _Times(step=1.0, validation=1.0, steps=10)
+    times = Times(step=1.0, validation=1.0, steps=10)
     assert plan.seconds(times, probe=False) == 20 * 10 + 10
     fitted = plan.within(90.0, times, ())
     assert fitted == _Plan(8, 4, 0, 2)
     assert fitted.seconds(times, probe=False) <= 90
     assert plan.within(90.0, times, {"TRAIN.EPOCHS"}) == plan
-    long = _Times(step=1.0, validation=1.0, steps=1000)
+    long = Times(step=1.0, validation=1.0, steps=1000)
     assert plan.within(90.0, long, ()) == _Plan(1, 0, 89, 2)
 
 
@@ -88,7 +89,7 @@ def open_choice(config, largest: int = 0, given: set[str] | None = None) -> Choi
 
 
 def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial, "_times", lambda *_: _Times(step=1.0, validation=0.0, steps=10))
+    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 0.0, 10))
     config = make_config(tmp_path, {"TRAIN.EPOCHS": 99, "TRAIN.MINUTES": 2})
     start = complete(config, None, open_choice(config), World(0, 1, CPU), time.time() - 30.0)
     assert 1 <= start.sections.train.epochs <= 9  # 90 s, less what this took
@@ -101,7 +102,8 @@ def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
 
 def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config(tmp_path, {"TRAIN.MINUTES": 10})
-    monkeypatch.setattr(whole, "decide_by_trial", lambda *_: ([], 1.0))
+    monkeypatch.setattr(whole, "decide_batch", lambda *_: [])
+    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 1.0, 1))
     gpu, cpu = (World(0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
     limits = [
         completed(config, open_choice(config, given=given), world).sections.train.minutes
@@ -120,6 +122,16 @@ def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     start = completed(config, open_choice(config))
     assert start.sections.data.batch_size == config.DATA.BATCH_SIZE
     assert not any("BATCH_SIZE" in line for line in start.lines)
+
+
+def test_the_last_training_is_a_part_of_the_minutes(make_config, tmp_path):
+    """On five quarters of the pictures: 100 s are 44 s and 55 s."""
+    keys = {"TRAIN.EPOCHS": 999, "TRAIN.MINUTES": 100 / 60, "TRAIN.ON_ALL": True}
+    sections = all_sections(make_config(tmp_path, keys | {"DATA.VAL_SPLIT": 0.0}))
+    sections = replace(sections, data=replace(sections.data, val_split=0.2))
+    [decision], seconds = decide_length(sections, Times(1.0, 0.0, 1), elapsed=0.0)
+    assert decision.values["TRAIN.EPOCHS"] == 44
+    assert seconds == pytest.approx(44 * 2.25)
 
 
 class TeacherOfLetters:
