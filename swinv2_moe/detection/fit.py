@@ -30,6 +30,7 @@ from swinv2_moe.detection.recipe import FILE, Recipe, mmengine_config, read_reci
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file, write_json
 from swinv2_moe.models.build import model_arguments
+from swinv2_moe.models.bundled import PREFIX
 from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.world import open_world
 from swinv2_moe.start.defaults import choose_weights, output_for
@@ -234,8 +235,9 @@ def canvas(side: int, sides: Sequence[tuple[int, int]]) -> list[int]:
 
 def _backbone(weights: str | None) -> tuple[dict[str, Any], str]:
     """The backbone's arguments, and a line about its weights."""
-    known: dict[str, object] = {} if weights is None else {"MODEL.PRETRAINED": weights}
-    chosen = choose_weights({} if weights == "none" else known)
+    # the package's own, a SwinV2; a classifier's best start may be another network
+    named = weights if weights not in (None, "none") else f"{PREFIX}tiny"
+    chosen = choose_weights({"MODEL.PRETRAINED": named}, num_train=0)
     if "MODEL.SWINV2.DEPTHS" not in chosen.keys:
         raise UserError(
             f"--weights {weights}: a detector's backbone is a SwinV2, with or without experts"

@@ -155,7 +155,10 @@ def _worst(measured: Measured) -> list[Worst]:
     truth, found, names = measured.truth, measured.found, measured.class_names
     objects = objects_of(truth)
     files = {row["id"]: row["file_name"] for row in truth["images"]}
-    marked = {image: mistakes(found[image], *objects[image], names) for image in files}
+    marked = {}
+    for image in files:
+        boxes, labels, crowds = objects[image]
+        marked[image] = mistakes(found[image], boxes, labels, crowds, names)
     order = sorted(marked, key=lambda image: -marked[image][0])
     pictures = []
     for image in order[:_WORST]:
@@ -195,7 +198,8 @@ def mistakes(
             colour = _RIGHT if hit >= 0 else _WRONG
             score = float(found.scores[place])
             text = f"{names[label]} {score:.0%}"
-            drawn.append(Box(*found.boxes[place].tolist(), text, colour))
+            left, top, right, bottom = found.boxes[place].tolist()
+            drawn.append(Box(left, top, right, bottom, text, colour))
             if hit < 0:
                 wrong += 1
                 cost += score

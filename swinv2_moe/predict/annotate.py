@@ -115,7 +115,8 @@ def boxes_of(found: Found) -> list[Box]:
             mask = pycocotools.mask.decode(found.masks[i]) > 0
         text = f"{found.class_names[i]} {found.scores[i]:.0%}"
         colour = COLOURS[int(found.labels[i]) % len(COLOURS)]
-        boxes.append(Box(*found.boxes[i].tolist(), text, colour, mask))
+        left, top, right, bottom = found.boxes[i].tolist()
+        boxes.append(Box(left, top, right, bottom, text, colour, mask))
     return boxes
 
 
