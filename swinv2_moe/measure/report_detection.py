@@ -157,8 +157,8 @@ def _worst(measured: Measured) -> list[Worst]:
     files = {row["id"]: row["file_name"] for row in truth["images"]}
     marked = {}
     for image in files:
-        boxes, labels, crowds = objects[image]
-        marked[image] = mistakes(found[image], boxes, labels, crowds, names)
+        truths, labels, crowds = objects[image]
+        marked[image] = mistakes(found[image], truths, labels, crowds, names)
     order = sorted(marked, key=lambda image: -marked[image][0])
     pictures = []
     for image in order[:_WORST]:
