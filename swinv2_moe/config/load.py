@@ -65,6 +65,8 @@ _LEFT = {
     "MODEL.MOE.KERNELS 'avx512_vnni'": "since 'avx512' is the same without experts in int8",
     "MODEL.MOE.KERNELS 'neon_dotprod'": "since 'neon' is the same without experts in int8",
 }
+# Of those, the ones that changed the training of a run, with the value that did not.
+_WITHOUT_EFFECT = {"MODEL.MOE.TOP_K_SCHEDULE": "", "MODEL.MOE.CAPACITY_AUTO": False}
 
 
 def load_config(
@@ -165,6 +167,17 @@ def config_from_text(text: str, source: str, opts: Sequence[str] = ()) -> CfgNod
     order_words(config)
     config.freeze()
     return config
+
+
+def left_keys(text: str) -> dict[str, object]:
+    """The keys in the YAML text of a checkpoint that changed its training and have left."""
+    moe = ((parse_yaml(text) or {}).get("MODEL") or {}).get("MOE") or {}
+    recorded = {f"MODEL.MOE.{key}": value for key, value in moe.items()}
+    return {
+        name: recorded[name]
+        for name, without in _WITHOUT_EFFECT.items()
+        if recorded.get(name, without) != without
+    }
 
 
 def find_config(name: str | Path) -> Path:

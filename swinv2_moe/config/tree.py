@@ -134,7 +134,7 @@ class Change(NamedTuple):
 
     key: str
     before: object
-    now: object
+    now: object  # None: this key has left
     affects: str
 
 

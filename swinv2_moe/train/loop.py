@@ -12,6 +12,7 @@ from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.meta import check_classifier, describe
 from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import AllSections, Change, changed_keys, config_from_text, train_config
+from swinv2_moe.config.load import left_keys
 from swinv2_moe.data.build import Data
 from swinv2_moe.data.classes import difference
 from swinv2_moe.data.datasets import UnreadableImages
@@ -480,6 +481,8 @@ class Trainer:
             for text in (source.meta["config"], self.config.yaml)
         )
         self.changes = changed_keys(before, now)
+        for name, value in left_keys(source.meta["config"]).items():
+            self.changes.append(Change(name, value, None, "training"))
         if upcycles:  # keys of experts have no meaning for the dense run
             self.changes = [one for one in self.changes if not one.key.startswith("MODEL.MOE.")]
             self.changes = [one for one in self.changes if one.affects != "start"]

@@ -322,6 +322,12 @@ def test_base_must_be_a_list_of_files(base, tmp_path):
     assert "list" in message
 
 
+def test_recorded_keys_that_left_and_changed_the_training_are_told():
+    text = "MODEL: {MOE: {TOP_K_SCHEDULE: 'epoch 0:2', CAPACITY_AUTO: false}}"
+    assert load.left_keys(text) == {"MODEL.MOE.TOP_K_SCHEDULE": "epoch 0:2"}
+    assert load.left_keys("TRAIN: {EPOCHS: 2}") == {}
+
+
 def test_what_left_is_refused_but_in_recorded_configurations(tmp_path):
     for left, reason in load._LEFT.items():
         key, _, value = left.replace("'", "").partition(" ")
