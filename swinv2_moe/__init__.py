@@ -56,7 +56,7 @@ def fit(
             `weights`, `experts`, `minutes`, `device`.
 
     Returns:
-        The best model in validation, as `load` returns it.
+        The model that was trained on all pictures, or the best in validation, as `load` returns it.
 
     Raises:
         TypeError: `opts` is a string, or an argument is unknown.
@@ -91,7 +91,7 @@ def fit(
         raise KeyboardInterrupt
     from swinv2_moe.predict.predictor import load_predictor
 
-    return load_predictor(config.OUTPUT, "best", ["DEVICE", config.DEVICE])
+    return load_predictor(config.OUTPUT, "final", ["DEVICE", config.DEVICE])
 
 
 def fit_detector(
