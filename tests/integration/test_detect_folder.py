@@ -197,7 +197,7 @@ def test_onnx_finds_the_same_objects_without_this_project(
         ("predict output/shapes nowhere.png", "nowhere.png"),
         ("predict output/shapes shapes/val --output found.txt", "must end in .csv or .json"),
         ("predict output/shapes shapes/val --threshold 2", "--threshold is 2.0"),
-        ("predict output/shapes shapes/val --pictures shapes", "lies in it"),
+        ("predict output/shapes shapes/val --pictures shapes", "it holds shapes/val/000000.png"),
         ("test output/shapes --checkpoint 999", "999"),
         ("report shapes", "no run of"),
         ("export output/shapes", "export takes RUN DIR"),
