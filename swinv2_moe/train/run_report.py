@@ -89,8 +89,8 @@ def change_lines(trainer: Trainer) -> list[str]:
     after."""
     progress, lines = trainer.progress, []
     for change in trainer.changes:
-        now = "has left" if change.now is None else f"is {short(change.now)}"
-        was_and_is = f"{change.key} was {short(change.before)} and {now}"
+        is_now = "has left" if change.now is None else f"is {short(change.now)}"
+        was_and_is = f"{change.key} was {short(change.before)} and {is_now}"
         line = f"{was_and_is}: {_effect(change, progress)}"
         if change.affects == "accuracy":
             line = f"warning: {line}"

@@ -433,7 +433,7 @@ BAD_INPUT = {
     ),
     "--resume {root}/dense --capacity-factor 2": "--capacity-factor 2 ... no experts",
     "--resume {root}/experts/model.safetensors": "its format is None, not",
-    "--data {data}": "none of the classes of the data ... 10 in all ... blue, red",
+    "--data {data}": "the data have other classes ... 10 in all ... blue, red",
     "--opts DATA.DATASET folder DATA.PATH {tmp}/none": "DATA.PATH ... none",
     "--output {root}": "--output ... already exists",
     "--output {root}/experts/meta.json/exported": "--output ... cannot be written",
