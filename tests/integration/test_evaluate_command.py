@@ -188,13 +188,13 @@ def test_classes_of_other_names(evaluate, measure, runs, places, photographs, tm
 
 def test_many_classes_show_their_ends(measure, monkeypatch):
     tool = sys.modules["swinv2_moe.measure.accuracy"]
-    found = tool.measure
+    found = tool.accuracy_of
 
     def with_more_classes(*args):
         more = [{"name": f"class{i:02d}", "images": 4, "top1": float(i)} for i in range(30)]
         return found(*args) | {"per_class": more[::-1]}
 
-    monkeypatch.setattr(tool, "measure", with_more_classes)
+    monkeypatch.setattr(tool, "accuracy_of", with_more_classes)
     _, rows = measure()
     shown = [row[0] for row in rows if row and row[0].startswith(("class", "..."))][1:]
     first, last = (f"class{i:02d}" for i in range(5)), (f"class{i:02d}" for i in range(25, 30))
