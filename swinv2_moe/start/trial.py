@@ -72,7 +72,7 @@ def decide_batch(
     tried = _for_trial(sections)
     found = world.on_every_rank(lambda: _try_batches(tried, limit, classes, world.device))
     size = min(world.gather(found))
-    reason = "at least 20 steps an epoch, at most 128 pictures"
+    reason = "a power of two from 8 to 128, with 20 steps an epoch where the pictures are enough"
     if size < limit:
         reason = "twice as many pictures might not fit into memory"
     decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
