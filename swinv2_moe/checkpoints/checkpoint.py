@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -272,6 +273,7 @@ def write_weights(
     class_names: list[str],
     step: int = 0,
     temperature: float = 1.0,
+    novelty: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint that holds weights only. One process calls this.
 
@@ -280,6 +282,7 @@ def write_weights(
         tensors: as in `model.state_dict()`.
         config: the complete configuration, as YAML.
         temperature: of the logits.
+        novelty: which pictures are unlike those of the training: `Novelty.state`.
 
     Raises:
         UserError: `directory` exists or cannot be written; nothing is left behind.
@@ -292,7 +295,10 @@ def write_weights(
         for path in sorted(temporary.rglob("*.safetensors")):
             files[str(path.relative_to(temporary))] = fsync_and_hash(path)
         meta = describe(model, step, config, class_names) | {"files": files}
-        write_meta(temporary, meta | {"temperature": temperature})
+        meta["temperature"] = temperature
+        if novelty is not None:
+            meta["novelty"] = novelty
+        write_meta(temporary, meta)
         publish_directory(temporary, directory)
 
 

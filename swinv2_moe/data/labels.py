@@ -72,7 +72,7 @@ class Labelled:
             count = len(content["images"])
             parts.append(f"{name} {count:,} ({len(content['annotations']):,} objects)")
         names = shortened(self.class_names)
-        head = f"{self.root}: {self.format}, {len(self.class_names):,} classes: {names}"
+        head = f"{self.root}: {self.format}, classes ({len(self.class_names):,}): {names}"
         lines = [head, f"pictures: {', '.join(parts)}", *self.notes]
         lines += [f"left out: {line}" for line in self.left_out[:_SHOWN]]
         if len(self.left_out) > _SHOWN:

@@ -37,11 +37,13 @@ def train_on_all(trainer: Trainer, root: Path) -> list[str]:
             model = train_epochs(
                 config.train, model, loaders, epochs, world, trainer.check_stop
             ).deployed
-    temperature = open_checkpoint(root / "best").meta.get("temperature", 1.0)
+    # measured of pictures that the best model has not seen; this one has
+    best = open_checkpoint(root / "best").meta
+    temperature, novelty = best.get("temperature", 1.0), best.get("novelty")
     target = root / FINAL
     shutil.rmtree(target, ignore_errors=True)  # of the run before it was continued
     step, names = trainer.progress.step, data.class_names
-    write_weights(target, model, model.state_dict(), config.yaml, names, step, temperature)
+    write_weights(target, model, model.state_dict(), config.yaml, names, step, temperature, novelty)
     how = f"{epochs} epochs" if epochs else "the classifier alone"
     return [
         f"{target}: trained on all {len(sources.train):,} pictures ({how}), for predict and export;"

@@ -53,7 +53,7 @@ def test_train_says_what_it_chose(detect, folder: Path) -> None:
     done = detect("train", "shapes", "--output said", QUICK)
     assert done.status == 0, done.err
     for part in (
-        "shapes: COCO JSON, 3 classes: ",
+        "shapes: COCO JSON, classes (3): ",
         "pictures: train 8 (",
         "weights: bundled:tiny",
         "size 64 x 64 px: given",

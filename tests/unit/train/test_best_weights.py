@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 
+from swinv2_moe.checkpoints import novelty
 from swinv2_moe.checkpoints.checkpoint import open_checkpoint, read_weights_of, select_checkpoint
 from swinv2_moe.config import all_sections
 from swinv2_moe.data.sources import Subset, load_sources
@@ -246,13 +247,17 @@ def test_brief_trainings_begin_from_the_same_weights(make_config, tmp_path):
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_the_last_training_is_on_all_pictures(make_trainer, save, tmp_path, epochs):
+def test_the_last_training_is_on_all_pictures(make_trainer, save, tmp_path, epochs, monkeypatch):
     """As long as the best was trained: of a probe that has won, only the classifier differs."""
     keys = {"DATA.DATASET": "folder", "DATA.PATH": pictures(tmp_path / "photos")}
     keys |= {"DATA.VAL_SPLIT": 0.2, "DATA.BATCH_SIZE": 8, "DATA.NUM_WORKERS": 0}
+    keys |= {"TRAIN.BEST_BY": "calibrated"}
     trainer = make_trainer(keys)
     start = {name: value.clone() for name, value in trainer.step.model.state_dict().items()}
     trainer.progress.best_epoch = epochs
+    # of a run with pictures enough, so that the mark of unlike ones has its statistics
+    monkeypatch.setattr(novelty, "_LEAST", 4)
+    trainer.validate()
     root = save(trainer, tmp_path / "checkpoints", is_best=True).parent
     for _ in range(2):  # a run that was continued does so again
         [line] = train_on_all(trainer, root)
@@ -264,6 +269,7 @@ def test_the_last_training_is_on_all_pictures(make_trainer, save, tmp_path, epoc
     heads = set(trainer.step.model.classifier_names())
     assert heads <= changed
     assert (changed == heads) == (epochs == 0)
+    assert final.meta["novelty"] == open_checkpoint(root / "best").meta["novelty"]
     assert (
         select_checkpoint(str(tmp_path))[1]
         == "step-00000000: the best in validation and the newest"
