@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gloo_processes import free_port
 from PIL import Image
 from shapes_cases import CLASSES, Options, make_shapes
 from torch.distributed.run import get_args_parser
@@ -212,6 +213,7 @@ def make_coco(root: Path) -> None:
 def run(script: str, place: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["PET_MASTER_PORT"] = str(free_port())  # torchrun's, where none is given
     words = [shutil.which("bash"), "-euo", "pipefail", "-c", script]
     done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
