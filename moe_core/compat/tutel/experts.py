@@ -18,7 +18,7 @@ from moe_core.compat.tutel.groups import create_groups_from_world
 from moe_core.compat.tutel.net import zero_gather
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, ExpertWeights
+from moe_core.ops import DispatchPlan, ExpertWeights, Kernels
 from moe_core.parallel.gather import gather_weights
 from moe_core.prepared import PreparedValue
 
@@ -160,6 +160,7 @@ class FusedExpertsNetwork(Experts):
         weights: Callable[[], ExpertWeights] | None = None,
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
+        kernels: Kernels | None = None,
     ) -> Tensor:
         """Apply the experts to their rows, with the arguments of the engine or those of Tutel.
 
@@ -167,7 +168,7 @@ class FusedExpertsNetwork(Experts):
         padded rows [E, C, M] and the layer; the result is [E, C, output_dim].
         """
         if isinstance(context, Tensor):
-            return super().forward(x, context, weights, gates, plan)
+            return super().forward(x, context, weights, gates, plan, kernels)
         used = gather_weights(self, context.expert_group, context.adaptive_degree, x.dtype)
         hidden = x @ used.w1.to(x.dtype).transpose(1, 2)
         if used.b1 is not None:
