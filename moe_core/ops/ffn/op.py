@@ -140,7 +140,9 @@ def moe_ffn(
     )
     if keep_hidden:
         _check_unpacked(weights, "gradients")
-    matrices = (None, None, None) if casts is None else (casts.w1, casts.w2, casts.w3)
+    matrices: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if casts is not None:
+        matrices = (casts.w1, casts.w2, casts.w3)
     inputs = MoEFFNInputs(
         tokens,
         gates,
