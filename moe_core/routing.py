@@ -192,15 +192,14 @@ def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | 
     LinearRouter that nothing watches or replaces.
     """
     needs_logits = config.balance != "loss" or config.z_loss_weight > 0
-    if type(router) is not LinearRouter or needs_logits:
-        return _checked_logits(router, tokens, config)
-    if router.weight.shape != (config.num_experts, config.model_dim):  # of another layer
-        return _checked_logits(router, tokens, config)
-    hooks = [router._forward_hooks, router._forward_pre_hooks]
-    hooks += [router._backward_hooks, router._backward_pre_hooks]
-    if any(hooks) or "forward" in vars(router):  # a forward of its own: hooks of accelerate
-        return _checked_logits(router, tokens, config)
-    return LinearLogits(tokens, router.weight, expert_dtype(tokens))
+    if type(router) is LinearRouter and not needs_logits:
+        hooks = [router._forward_hooks, router._forward_pre_hooks]
+        hooks += [router._backward_hooks, router._backward_pre_hooks]
+        is_own = "forward" in vars(router)  # hooks of accelerate
+        fits = router.weight.shape == (config.num_experts, config.model_dim)
+        if fits and not is_own and not any(hooks):
+            return LinearLogits(tokens, router.weight, expert_dtype(tokens))
+    return _checked_logits(router, tokens, config)
 
 
 def _checked_logits(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor:
