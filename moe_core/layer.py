@@ -252,19 +252,12 @@ class MoELayer(HasExperts):
 
         if trial is not None:
             inputs = trial.begin(inputs)
-        agreement = exchange.agree(
-            routing.expert_ids, routing.top_k, routing.capacity_factor, layer_call
-        )
-        priority = routing.priority
-        if agreement.capacity is None:
+        ids, priority = routing.expert_ids, routing.priority
+        agreement = exchange.agree(ids, routing.top_k, routing.capacity_factor, layer_call)
+        capacity = agreement.capacity
+        if capacity is None:
             priority = None  # no choice is dropped, so no token comes first
-        plan = make_plan(
-            routing.expert_ids,
-            self.config.num_experts,
-            agreement.capacity,
-            priority,
-            call.kernels,
-        )
+        plan = make_plan(ids, self.config.num_experts, capacity, priority, call.kernels)
         self._keep_statistics(routing, plan)
         choices = Choices(routing.gates, plan, agreement, call.kernels)
         y = exchange(self.experts, inputs, choices)  # [N, M]
