@@ -9,9 +9,9 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from swinv2_moe.config import default_config, flatten, model_config
+from swinv2_moe.forms import NUMBER, fits, record
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import ReportValidation
-from swinv2_moe.measure.run_entries import NUMBER, fits
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.measure.time_account import time_account
 from swinv2_moe.models.section import count_moe_layers
@@ -113,7 +113,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if run.epochs:
         facts["top-1, last"] = f"{run.epochs[-1]['val_top1']:.2f}%"
         best = max(epoch["val_top1"] for epoch in run.epochs)
-        if fits(summary, {"best_val_top1": NUMBER}):  # TRAIN.BEST_BY may be another measure
+        if fits(record({"best_val_top1": NUMBER}), summary):  # TRAIN.BEST_BY may be another measure
             best = summary["best_val_top1"]
         facts["top-1, best"] = f"{best:.2f}%"
         if run.has_top5:
@@ -126,7 +126,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
     if run.config.TRAIN.DISTILL.TEACHER:
         facts["teacher"] = run.config.TRAIN.DISTILL.TEACHER
-    if fits(summary, {"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}):
+    if fits(record({"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}), summary):
         size = f"{summary['teacher_cache_bytes'] / 1e6:,.1f} MB"
         facts["teacher's outputs"] = f"{size}, {summary['teacher_hit_rate']:.0%} from the cache"
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])

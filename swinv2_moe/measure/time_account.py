@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from swinv2_moe.measure.run_entries import NUMBER, fits
+from swinv2_moe.forms import NUMBER, TEXT, fits, object_of, record
 from swinv2_moe.measure.run_record import RunRecord
 from swinv2_moe.plots import COLOURS
 
@@ -31,7 +31,7 @@ def time_account(run: RunRecord) -> TimeAccount | None:
     earlier version)."""
     summary = run.summary or {}
     phases = summary.get("phases")
-    if not isinstance(phases, dict) or not fits(phases, dict.fromkeys(phases, NUMBER)):
+    if phases is None or not fits(object_of(TEXT, NUMBER), phases):
         return None
     total = sum(phases.get(name, 0) for name in _PHASES)
     if not total:
@@ -47,12 +47,12 @@ def time_account(run: RunRecord) -> TimeAccount | None:
 
 
 def _to_solution(summary: dict) -> str:
-    if not fits(summary, {"time_to_solution": NUMBER, "target_top1": NUMBER}):
+    if not fits(record({"time_to_solution": NUMBER, "target_top1": NUMBER}), summary):
         return ""
     text = (
         f"; time to solution (top-1 {summary['target_top1']:g}%):"
         f" {summary['time_to_solution']:,.1f} s"
     )
-    if fits(summary, {"joules_to_target": NUMBER}):
+    if fits(record({"joules_to_target": NUMBER}), summary):
         text += f", {summary['joules_to_target'] / 1e3:,.1f} kJ"
     return text
