@@ -24,15 +24,6 @@ _SHOWN_SIDE = 480  # pixels of a picture in the page
 _RIGHT, _WRONG, _MISSED = "#228833", "#ee6677", "#4477aa"
 
 
-class Worst(NamedTuple):
-    """A picture with mistakes."""
-
-    image: str  # a data URL
-    file: str
-    missed: int
-    wrong: int
-
-
 class Measured(NamedTuple):
     """A detector's detections in the pictures of a COCO file, and their precision."""
 
@@ -149,7 +140,7 @@ def _panel(title: str, note: str, lines: Sequence[tuple]) -> dict[str, str]:
     return {"title": title, "note": note, "svg": to_svg(figure, title)}
 
 
-def _worst(measured: Measured) -> list[Worst]:
+def _worst(measured: Measured) -> list[dict]:
     """The pictures with the most mistakes at IoU 0.5, drawn: found and right, found and wrong,
     missed."""
     truth, matches = measured.truth, measured.result.matches
@@ -168,7 +159,8 @@ def _worst(measured: Measured) -> list[Worst]:
             break
         drawn = draw_boxes(decode(read_file(Path(measured.root, files[image]))), boxes)
         drawn.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
-        pictures.append(Worst(data_url(np.asarray(drawn)), files[image], missed, wrong))
+        shown = {"image": data_url(np.asarray(drawn)), "file": files[image]}
+        pictures.append(shown | {"missed": missed, "wrong": wrong})
     return pictures
 
 

@@ -35,20 +35,13 @@ _CLASSES = 20  # classes in the confusion matrix
 _PAIRS = 15  # most frequent mistakes that are shown
 
 
-class Guess(NamedTuple):
-    """A class and its probability."""
-
-    name: str
-    probability: float
-
-
 class Picture(NamedTuple):
     """A validation image and the model's prediction."""
 
     image: str  # a data URL
     truth: str
     is_right: bool
-    guesses: list[Guess]
+    guesses: list[tuple[str, float]]  # classes and their probabilities
 
 
 class ReportValidation(NamedTuple):
@@ -167,10 +160,8 @@ def _worst_pictures(
         image = dataset[int(predictions.indices[position])].image
         photo = to_pixels(image[None], data.mean, data.std)[0]
         truth = int(predictions.targets[position])
-        guess = Guess(
-            names[predictions.predicted[position]], float(predictions.confidence[position])
-        )
-        true_class = Guess(names[truth], math.exp(-predictions.losses[position]))
+        guess = (names[predictions.predicted[position]], float(predictions.confidence[position]))
+        true_class = (names[truth], math.exp(-predictions.losses[position]))
         pictures.append(Picture(data_url(photo), names[truth], False, [guess, true_class]))
     return pictures
 
@@ -216,9 +207,10 @@ def _picture(
 ) -> Picture:
     best = probs.topk(min(_GUESSES, len(probs)))
     ids = best.indices.tolist()
-    guesses = []
-    for number, probability in zip(ids, best.values.tolist(), strict=True):
-        guesses.append(Guess(names[number], probability))
+    guesses = [
+        (names[number], probability)
+        for number, probability in zip(ids, best.values.tolist(), strict=True)
+    ]
     is_right = ids[0] == sample.target
     return Picture(data_url(photo), names[sample.target], is_right, guesses)
 
@@ -255,7 +247,8 @@ def matrix(counts: csr_array, names: Sequence[str], most: int) -> list[dict]:
         classes = np.sort(np.argsort(-involved, kind="stable")[:most])
     shown = counts[classes][:, classes].toarray()
     rows = []
-    for number, row, images in zip(classes, shown, counts.sum(1)[classes].tolist(), strict=True):
+    images_of = counts.sum(1)[classes]
+    for number, row, images in zip(classes.tolist(), shown, images_of.tolist(), strict=True):
         row_counts = {"counts": row.tolist(), "elsewhere": images - int(row.sum())}
         rows.append({"name": names[number], "images": images} | row_counts)
     return rows

@@ -61,13 +61,10 @@ def _cfg(size: int, classes: int) -> dict:
     }
 
 
-default_cfgs = generate_default_cfgs(
-    {f"{name}.untrained": _cfg(*sizes) for name, (_, _, *sizes) in _VARIANTS.items()}
-    | {
-        "timm_moe.untrained": {"url": "", "fixed_input_size": True},  # most are
-        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000),
-    }
-)
+_cfgs: Any = {f"{name}.untrained": _cfg(*sizes) for name, (_, _, *sizes) in _VARIANTS.items()}
+_cfgs["timm_moe.untrained"] = {"url": "", "fixed_input_size": True}  # most are
+_cfgs["swinv2_moe_bundled_tiny.in_package"] = _cfg(64, 1000)
+default_cfgs = generate_default_cfgs(_cfgs)
 
 
 def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
