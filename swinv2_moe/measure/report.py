@@ -151,21 +151,15 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return facts
 
 
-def _strategies(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
-    """The record of the tuner: step, layers, event, strategy, milliseconds."""
+def _strategies(run: RunRecord) -> list[tuple[str, str, str, str]]:
+    """The decisions of the tuner: step, layers, strategy, milliseconds."""
     rows = []
     for entry in run.strategies:
         event = entry["strategy"]
-        if event["event"] == "time":
+        if event["event"] != "decided":  # earlier versions also recorded times
             continue
-        strategy = event["to"]
-        if event["from"] not in (None, strategy):
-            strategy = f"{event['from']} → {strategy}"
-        times = [event["ms_before"], event["ms"]]
-        milliseconds = " → ".join(f"{time:.2f}" for time in times if time is not None)
-        rows.append(
-            (f"{entry['step']:,}", event["layers"], event["event"], strategy, milliseconds or "-")
-        )
+        milliseconds = "-" if event["ms"] is None else f"{event['ms']:.2f}"
+        rows.append((f"{entry['step']:,}", event["layers"], event["to"], milliseconds))
     return rows
 
 

@@ -37,7 +37,7 @@ class RunRecord:
     environments: list[dict]
     summary: dict | None  # None: the run has not ended
     damaged_lines: int  # in metrics.jsonl; a run that was killed may leave one
-    # `step` and `strategy`: decisions or timings of a tuner
+    # `step` and `strategy`: decisions of a tuner
     strategies: Sequence[dict] = ()
 
     @property
