@@ -135,7 +135,8 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence) -> list[Block]:
     if not len(blocks):
         raise ValueError(f"blocks ({blocks}) names no block")
     if any(isinstance(entry, (list, tuple)) for entry in blocks):
-        chosen = by_stage(stages_of(found), list(blocks), "blocks")
+        named: list = list(blocks)
+        chosen = by_stage(stages_of(found), named, "blocks")
     else:
         chosen = [_by_number_or_name(found, entry) for entry in blocks]
     for i, block in enumerate(chosen):
