@@ -81,11 +81,6 @@ def _check_distillation(config: CfgNode) -> None:
                 f"AUG.{key} is {config.AUG[key]}: the outputs of TRAIN.DISTILL.TEACHER are computed"
                 " once for each picture, which cannot be mixed; set AUG.MIXUP 0 AUG.CUTMIX 0"
             )
-    if config.DATA.STAGE:
-        raise UserError(
-            f"DATA.STAGE is {config.DATA.STAGE!r}: TRAIN.DISTILL.TEACHER reads all shards before"
-            " the first step; copy them before with `swinv2-moe stage`"
-        )
 
 
 def _check_graph(config: CfgNode) -> None:
@@ -197,11 +192,6 @@ def _check_dataset(config: CfgNode) -> None:
     if dataset.needs_path and not data.PATH:
         raise UserError(
             f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
-        )
-    if data.STAGE and data.DATASET != "shards":
-        raise UserError(
-            f"DATA.STAGE is {data.STAGE!r}: it copies shards, DATA.DATASET is {data.DATASET!r}"
-            " (swinv2-moe make-shards makes shards of it)"
         )
     if data.VAL_SPLIT and data.DATASET not in _SPLIT_DATASETS:
         raise UserError(

@@ -53,6 +53,7 @@ _LEFT = {
     "EVENT_LOG": "since TRACKER mlperf writes the log of events",
     "CHECKPOINT.EXPERTS": "since a save of all experts makes training wait for a sixth of a step",
     "CHECKPOINT.STAGING_MB": "since saving takes up to 4 GiB of a rank's host memory",
+    "DATA.STAGE": "since `swinv2-moe stage SHARDS LOCAL` copies the shards before training",
     "DATA.SHARD_STREAMS": "since 64 runs of images are read in turn",
     "MODEL.UPCYCLE_NOISE": "since experts with noise became no better than copies",
     "MODEL.MOE.TOP_K_SCHEDULE": "since no run was better for another top-k after some epochs",

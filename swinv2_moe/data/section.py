@@ -142,12 +142,6 @@ class DataConfig:
         most=0.9,
         affects="accuracy",
     )
-    stage: str = option(
-        "",
-        "`shards`: a directory on each node's disk or in its memory, to which the shards are"
-        " copied during the first epoch; several nodes read the source once",
-        affects="",
-    )
     batch_size: int = option(128, "images per rank per forward pass", least=1, affects="rate")
     global_batch_size: int = option(
         0,

@@ -266,7 +266,6 @@ class Trainer:
         started = time.perf_counter()
         with recorder.bar(title, progress.steps_per_epoch, progress.epoch_step) as bar:
             for batches in loader:
-                self.data.raise_if_staging_failed()
                 result = self.train_step(batches)
                 for batch in batches:
                     unreadable += batch.unreadable
@@ -297,9 +296,7 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def check_stop(self) -> None:
-        """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
-        has failed."""
-        self.data.raise_if_staging_failed()
+        """Raise Stopped on every rank if a rank has received a signal."""
         signalled = float(self.stop.received is not None)
         if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
             raise Stopped(self._signal())

@@ -14,6 +14,7 @@ from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import AllSections, flatten
 from swinv2_moe.data.build import Data
+from swinv2_moe.data.prepare.staging import Staging
 from swinv2_moe.data.sources import Sources
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
@@ -28,7 +29,7 @@ from swinv2_moe.start.frozen import MOST, Probe, probe, set_classifier
 from swinv2_moe.start.initial import load_pretrained
 from swinv2_moe.start.teacher import Teacher
 from swinv2_moe.start.whole import complete
-from swinv2_moe.train.arrival import Staging, load_data, read_staging
+from swinv2_moe.train.arrival import load_data
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.final import train_on_all
 from swinv2_moe.train.loop import Trainer
@@ -123,7 +124,6 @@ def train(
             _train_on_all(trainer, root / "checkpoints", recorder)
         if trainer.stopped_by:
             recorder.print_lines(_stopped(trainer, resume_command))
-        staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if progress.finished and not trainer.stopped_by:
             _record_end(recorder, trainer, summary, root, was_finished)

@@ -14,12 +14,12 @@ from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.meta import split_warning
 from swinv2_moe.config import Change
 from swinv2_moe.data.build import Data
+from swinv2_moe.data.prepare.staging import Staging
 from swinv2_moe.data.section import DataConfig
 from swinv2_moe.errors import short
 from swinv2_moe.models import Complexity
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start.known import accuracy_in_words
-from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import Progress, accounted_share
 from swinv2_moe.train.record import Recorder
@@ -276,7 +276,7 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
 
 def with_staging(seconds: dict[str, float], staging: Staging | None) -> dict[str, float]:
     """The seconds of each phase, preceded by those of staging the data."""
-    if staging is None or staging.overlapped:
+    if staging is None:
         return seconds
     return {"staging": staging.seconds} | seconds
 
@@ -301,7 +301,8 @@ def run_events(
         yield
         return
     if staging is not None:
-        _staging_events(recorder, staging)
+        recorder.mark("staging_start", at=staging.started)
+        recorder.mark("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
     recorder.mark("cache_clear", False, at=began)  # no command here empties the system's caches
     recorder.mark("init_start", at=began)
     recorder.mark("seed", trainer.config.run.seed)
@@ -314,9 +315,6 @@ def run_events(
     try:
         yield
     finally:
-        meanwhile = read_staging(trainer.config.data.stage)
-        if meanwhile is not None and meanwhile.started >= began:
-            _staging_events(recorder, meanwhile)
         progress = trainer.progress
         succeeded = progress.finished
         if progress.to_target.target:
@@ -330,8 +328,3 @@ def run_events(
             phases = with_staging(reached.phases, staging)
             stats = {"time_to_solution": sum(phases.values()), "phases": phases}
             recorder.mark("tracked_stats", stats)
-
-
-def _staging_events(recorder: Recorder, staging: Staging) -> None:
-    recorder.mark("staging_start", at=staging.started)
-    recorder.mark("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
