@@ -48,7 +48,7 @@ def check_config(config: CfgNode) -> None:
                 f" {flat['MODEL.TYPE']!r}"
             )
     trunk.check(config)
-    _check_strategy(config)
+    _check_strategy(config.MODEL.MOE.STRATEGY)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -133,13 +133,12 @@ def _check_experts(config: CfgNode) -> None:
             " True"
         )
     try:
-        layer_config(config)
+        layer_config({name.lower(): value for name, value in moe.items()})
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
 
 
-def _check_strategy(config: CfgNode) -> None:
-    text = config.MODEL.MOE.STRATEGY
+def _check_strategy(text: str) -> None:
     if text in ("auto", ExpertsConfig.strategy):
         return
     from moe_core.parallel import parse_strategy  # imports torch

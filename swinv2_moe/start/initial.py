@@ -67,25 +67,17 @@ from swinv2_moe.ranks.world import World
 _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
 
-def starting_point(
-    root: Path, resume: str | None, config: CfgNode, world: World
-) -> Checkpoint | None:
-    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE run, of a dense one.
-
-    None starts a new run. That is not allowed if `root` already has a run.
-    """
-    source = None
+def find_start(root: Path, resume: str | None, world: World) -> Checkpoint | None:
+    """The checkpoint that the run in the directory `root` continues from. None: a new run, which
+    is refused where `root` has one."""
     if resume is not None:
-        source = find_checkpoint(resume, root / "checkpoints", world)
-    elif world.agree((root / "metrics.jsonl").exists()):
+        return find_checkpoint(resume, root / "checkpoints", world)
+    if world.agree((root / "metrics.jsonl").exists()):
         raise UserError(
             f"--output {root}: already holds a run; --resume auto continues it, another directory"
             " starts anew"
         )
-    model, train = config.MODEL, config.TRAIN
-    if source is None and model.UPCYCLE == "run":
-        source = find_dense(model.PRETRAINED, train.EPOCHS, train.MAX_STEPS, world)
-    return source
+    return None
 
 
 def as_trained(

@@ -7,19 +7,20 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.data import Sources
-from swinv2_moe.data.build import Data, build_data, evaluation_loader, in_recorded_order
+from swinv2_moe.data.build import Data, Loader, build_data, evaluation_loader, in_recorded_order
 from swinv2_moe.data.copies import contradictions, digest, first_equal
 from swinv2_moe.data.datasets import UnreadableImages
 from swinv2_moe.data.images import is_of_the_machine, read_header
-from swinv2_moe.data.prepare.staging import Staging, read_staging
+from swinv2_moe.data.samplers import ValSampler
 from swinv2_moe.data.section import DataConfig
-from swinv2_moe.data.sources import Source, load_sources
+from swinv2_moe.data.sources import Source
 from swinv2_moe.ranks.agreement import check_same_data
 from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
@@ -27,61 +28,61 @@ from swinv2_moe.tables import Bar, Console
 
 def load_data(
     config: DataConfig,
+    sources: Sources,
     world: World,
     start: Checkpoint | None,
     stack: ExitStack,
     check_images: bool = False,
-    with_classes: Callable[[Sources], Sources] | None = None,
-) -> tuple[Data, Staging | None]:
-    """The data, and the record of an earlier staging.
+) -> Data:
+    """The loaders of a run.
 
     Args:
+        sources: the pictures that `config` names.
         start: the checkpoint that the run continues from.
         stack: an exit stack, which ends the data's workers.
         check_images: whether to read every image now.
-        with_classes: changes the classes of the images; None: they stay.
 
     Raises:
         UserError: on every rank, if the data cannot be used on any rank; also what
             `check_same_data` and `check_files` raise.
     """
-    staging = world.on_every_rank(lambda: read_staging(config.path))
-
-    def load() -> Data:
-        sources = load_sources(config)
-        if with_classes is not None:
-            sources = with_classes(sources)
-        if start is not None:
-            sources = in_recorded_order(sources, start.meta["class_names"])
-        return build_data(config, world.rank, world.size, sources)
-
-    data = world.on_every_rank(load)
+    if start is not None:
+        sources = in_recorded_order(sources, start.meta["class_names"])
+    data = world.on_every_rank(lambda: build_data(config, world.rank, world.size, sources))
     stack.callback(data.close)
-    train_images = data.train_loader.dataset.source
-    val_images = data.val_loader.dataset.source
-    check_same_data(config.path, world, train_images, val_images, data.class_names)
+    check_same_data(config.path, world, sources.train, sources.val, data.class_names)
     if check_images:
-        check_files(config, data, world)
-    return data, staging
+        loader_of = partial(evaluation_loader, config, rank=world.rank, world_size=world.size)
+        check_files(sources, loader_of, config.max_bad_share, world)
+    return data
 
 
-def check_files(config: DataConfig, data: Data, world: World) -> None:
+def check_files(
+    sources: Sources,
+    loader_of: Callable[[Source], Loader[ValSampler]],
+    max_bad_share: float,
+    world: World,
+) -> None:
     """Print one line for each image that cannot be read, and for each copy of another image that is
     in both splits or has another label; and the number of images of which a part is not used.
     Collective.
 
     The ranks share the work. It takes as long as reading the images of an epoch, twice.
 
+    Args:
+        loader_of: a loader of this rank's part of a source.
+        max_bad_share: DATA.MAX_BAD_SHARE.
+
     Raises:
         UserError: more than DATA.MAX_BAD_SHARE of the images cannot be read.
     """
     console = Console(quiet=not world.is_main)
-    sources = [data.train_loader.dataset.source, data.val_loader.dataset.source]
+    splits = [sources.train, sources.val]
     unreadable: list[str] = []
     digests: list[np.ndarray] = []
     unused: list[tuple[str, str]] = []  # what is not used, and the name of the image
-    for name, source in zip(("training", "validation"), sources, strict=True):
-        loader = evaluation_loader(config, source, world.rank, world.size)
+    for name, source in zip(("training", "validation"), splits, strict=True):
+        loader = loader_of(source)
         title = f"checking {name} images"
         with Bar(console, title, len(loader), visible=world.is_main) as bar:
             for batch in loader:
@@ -96,16 +97,16 @@ def check_files(config: DataConfig, data: Data, world: World) -> None:
     for part in dict.fromkeys(part for part, _ in unused):
         names = [name for other, name in unused if other == part]
         console.print(f"{len(names):,} images have {part}, not used; the first: {names[0]}")
-    _print_copies(console, sources, np.concatenate(digests))
+    _print_copies(console, splits, np.concatenate(digests))
     # padding repeats images
     paths = dict.fromkeys(path for paths in world.gather(unreadable) for path in paths)
     if not paths:
         return
-    size = data.train_size + data.val_size
+    size = len(sources.train) + len(sources.val)
     console.print(f"warning: {len(paths):,} of {size:,} images cannot be read:")
     for path in paths:
         console.print(f"  {path}")
-    UnreadableImages(size, config.max_bad_share).add(paths)
+    UnreadableImages(size, max_bad_share).add(paths)
 
 
 def _compare(

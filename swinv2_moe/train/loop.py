@@ -273,9 +273,8 @@ class Trainer:
                 rate = images / (time.perf_counter() - started)
                 bar.advance(self._bar_text(result.loss, rate), self._time_left(rate))
                 self._warn(recorder, result)
-                events = self.tuning.after_step(progress.step)
-                if events:
-                    recorder.strategies(events, progress.step)
+                if self.tuning.tuners:
+                    recorder.strategies(self.tuning.after_step(progress.step), progress.step)
                 if progress.step % self.config.run.print_freq == 0 or progress.is_last_step:
                     self._record_step(recorder, result, rate, loader.wait_share())
                     self._count_unreadable(unreadable)

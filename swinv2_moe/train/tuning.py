@@ -15,19 +15,19 @@ class Tuning:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tuners = strategy_tuners(model)
+        self.tuners = strategy_tuners(model)
 
     def after_step(self, step: int) -> list[dict]:
         """Check the decided strategies every CHECK_STEPS steps, and return `take_events()`. Every
         rank calls this after each optimiser step."""
         if step % CHECK_STEPS == 0:
-            for tuner in self._tuners:
+            for tuner in self.tuners:
                 tuner.check()
         return self.take_events()
 
     def take_events(self) -> list[dict]:
         """The decisions and timings of the tuners since the last call, ready for JSON."""
-        return [_as_record(event) for tuner in self._tuners for event in tuner.take_events()]
+        return [_as_record(event) for tuner in self.tuners for event in tuner.take_events()]
 
 
 def _as_record(event: TunerEvent) -> dict:

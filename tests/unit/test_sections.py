@@ -7,9 +7,9 @@ import pytest
 from moe_core import MoEConfig
 from moe_core.options import Option, option, options
 from swinv2_moe.config import (
+    all_sections,
     as_opts,
     changed_keys,
-    checkpoint_config,
     config_from_text,
     data_config,
     default_config,
@@ -54,7 +54,7 @@ def test_each_section_has_its_own_keys_and_what_else_it_needs():
     assert (data.seed, data.batch_size, data.augment.scale) == (3, 6, (0.08, 1.0))
     assert (data.test.crop_ratio, data.channels, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
     assert (train.batch_size, train.optimizer.name, train.amp_enable) == (6, "adamw", True)
-    assert (run_config(config).seed, checkpoint_config(config).keep_last) == (3, 2)
+    assert (run_config(config).seed, all_sections(config).checkpoint.keep_last) == (3, 2)
     with pytest.raises(FrozenInstanceError):
         data.seed = 4
 
