@@ -253,8 +253,7 @@ def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -
     source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
     if source is None:  # a directory named "auto"
         raise UserError(f"{name} {run}: name a checkpoint or a run")
-    config = _configuration(source, None, None, opts, 1)
-    return Deployed(alone, source, all_sections(config))
+    return Deployed(alone, source, all_sections(_configuration(source, None, None, opts, 1)))
 
 
 def check_alone() -> None:

@@ -54,6 +54,8 @@ _LEFT = {
     "CHECKPOINT.EXPERTS": "since a save of all experts makes training wait for a sixth of a step",
     "CHECKPOINT.STAGING_MB": "since saving takes up to 4 GiB of a rank's host memory",
     "DATA.STAGE": "since `swinv2-moe stage SHARDS LOCAL` copies the shards before training",
+    "TEST.SHUFFLE": "since images are validated in a random order where evaluation has a capacity",
+    "MODEL.SWINV2.MLP_RATIO": "since it is 4, as published; MODEL.MOE.HIDDEN_RATIO is the experts'",
     "DATA.SHARD_STREAMS": "since 64 runs of images are read in turn",
     "MODEL.UPCYCLE_NOISE": "since experts with noise became no better than copies",
     "MODEL.MOE.TOP_K_SCHEDULE": "since no run was better for another top-k after some epochs",

@@ -216,8 +216,18 @@ def _data_section(values: Values) -> DataConfig:
         num_classes=values["MODEL"]["num_classes"],
         seed=values[""]["seed"],
         device=values[""]["device"],
+        shuffle_val=_is_limited(values["MODEL.MOE"]),
         validation_only=False,
     )
+
+
+def _is_limited(moe: Mapping[str, Any]) -> bool:
+    """Whether the experts' choices depend on the images of a batch in evaluation."""
+    if not moe["num_experts"] or moe["router"] == "soft":
+        return False
+    if moe["router"] == "expert_choice":
+        return not moe["choose_per_image"]
+    return moe["eval_capacity_factor"] != 0
 
 
 def _model_section(values: Values) -> ModelConfig:

@@ -110,7 +110,7 @@ def build_data(
     )
     return Data(
         train_loader=train_loader,
-        val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
+        val_loader=evaluation_loader(config, sources.val, rank, world_size, config.shuffle_val),
         num_classes=num_classes,
         class_names=sources.class_names,
         train_size=train_size,

@@ -99,7 +99,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CropConfig:
-    """TEST: the part of an image that is evaluated, and the order of the images."""
+    """TEST: the part of an image that is evaluated."""
 
     crop_ratio: float = option(
         0.875,
@@ -108,11 +108,6 @@ class CropConfig:
         least=0,
         most=1,
         affects="accuracy",
-    )
-    shuffle: bool = option(
-        False,
-        "validation and `evaluate` read the images in a fixed random order",
-        affects="",
     )
 
 
@@ -192,4 +187,7 @@ class DataConfig:
     num_classes: int  # MODEL.NUM_CLASSES
     seed: int
     device: str
+    # validation in a fixed random order: where the experts' capacity is limited, the images of a
+    # batch affect each other, and more choices are dropped in a folder that is sorted by class
+    shuffle_val: bool
     validation_only: bool  # the training images are not needed and need not exist

@@ -294,7 +294,7 @@ class _Subject:
     model: nn.Module
     loader: Loader[ValSampler]
     autocast: partial
-    shuffled: bool  # TEST.SHUFFLE
+    shuffled: bool  # the images come in a random order
     class_names: list[str]
     notes: tuple[str, ...]  # messages of the dataset
     renamed: str | None
@@ -309,9 +309,9 @@ class _Subject:
         return cls(
             world,
             deployed.model(len(sources.class_names)),
-            evaluation_loader(data, sources.val, world.rank, world.size, data.test.shuffle),
+            evaluation_loader(data, sources.val, world.rank, world.size, data.shuffle_val),
             deployed.autocast,
-            data.test.shuffle,
+            data.shuffle_val,
             sources.class_names,
             sources.notes,
             renamed,

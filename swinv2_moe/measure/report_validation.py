@@ -164,7 +164,7 @@ def _predict(deployed: Deployed, model: nn.Module, source: Source) -> Prediction
     """Predict the images of `source`. Raises UserError if too many images cannot be read, or
     outputs are not finite."""
     data, world = deployed.data, deployed.world
-    loader = evaluation_loader(data, source, shuffle=data.test.shuffle)
+    loader = evaluation_loader(data, source, shuffle=data.shuffle_val)
     with Bar(Console(stderr=True), "images", len(loader)) as bar:
         predictions, unreadable = predict(
             model,

@@ -98,7 +98,7 @@ def as_trained(
         return config, []
     stages = len(getattr(model.trunk, "depths", (0,)))
     if is_hub_name(model.pretrained):
-        _fetch_weights(model.pretrained, world)
+        world.on_every_rank(lambda: fetch_weights(model.pretrained), main_first=True)
     trained = world.on_every_rank(lambda: settings_of_weights(model.pretrained, stages))
     return take_over(config, world.agree(trained), model.pretrained)
 
@@ -285,13 +285,12 @@ def load_pretrained(
         UserError: the weights do not fit the model.
     """
     source = local_file(config.pretrained)
-    notes: tuple[str, ...] = ()
     if not source:
-        return notes
+        return ()
     if source == PACKAGED:
         trained = imagenet_names(1000)
     elif is_hub_name(source):
-        file = _fetch_weights(source, world)
+        file = world.on_every_rank(lambda: fetch_weights(config.pretrained), main_first=True)
         content = world.agree(timm_config(source) or {} if world.is_main else {})
         check_windows(model, windows_of_config(content), source)
         trained = label_names(content)
@@ -379,20 +378,6 @@ def _head_rows(
     if unknown:
         note += f", {len(unknown):,} classes are new: {shortened(unknown)}"
     return rows, (note + hint,)
-
-
-def _fetch_weights(name: str, world: World) -> Path:
-    """The file of weights that the name in MODEL.PRETRAINED stands for. Every rank calls this.
-
-    The main rank downloads the file. The others then read it from the cache, or download it to the
-    cache of their own machine.
-
-    Raises:
-        UserError: as `fetch_weights`, on every rank.
-    """
-    if world.size > 1:
-        world.on_every_rank(lambda: fetch_weights(name) if world.is_main else None)
-    return world.on_every_rank(lambda: fetch_weights(name))
 
 
 def find_dense(pretrained: str, epochs: int, max_steps: int, world: World) -> Checkpoint:

@@ -71,8 +71,7 @@ def decide_rate(
         ),
     ]
     keys = {f"TRAIN.{key}": best * getattr(sections.train, key.lower()) for key in _RATES}
-    keys = {key: float(f"{rate:.2g}") for key, rate in keys.items()}
-    chosen = {key: value for key, value in keys.items() if key not in given}
+    chosen = {key: float(f"{rate:.2g}") for key, rate in keys.items() if key not in given}
     return [Decision(chosen, "the best of those that were tried briefly")], lines
 
 

@@ -115,9 +115,7 @@ def open_teacher(name: str, img_size: int, world: World) -> Teacher | None:
     """
     if not name:
         return None
-    if is_hub_name(name) and world.size > 1:  # the main rank downloads
-        world.on_every_rank(lambda: _open(name, img_size, world.device) if world.is_main else None)
-    teacher = world.on_every_rank(lambda: _open(name, img_size, world.device))
+    teacher = world.on_every_rank(lambda: _open(name, img_size, world.device), is_hub_name(name))
     for rank, weights in enumerate(world.gather(teacher.weights)):
         if weights != teacher.weights:
             raise UserError(
@@ -158,17 +156,9 @@ def _open(name: str, img_size: int, device: torch.device) -> Teacher:
     module = teacher.module.to(device).eval().requires_grad_(False)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
     checksum = _checksum(module)
-    side = teacher.img_size
-    return replace(
-        teacher,
-        module=fused(module, _noise(2, teacher.channels, side).to(device)),
-        weights=checksum,
-    )
-
-
-def _noise(*shape: int) -> Tensor:
-    """The same square images on each rank and each start."""
-    return torch.rand(*shape, shape[-1], generator=torch.Generator().manual_seed(0))
+    shape = (2, teacher.channels, teacher.img_size, teacher.img_size)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # the same on each rank
+    return replace(teacher, module=fused(module, noise.to(device)), weights=checksum)
 
 
 def _checksum(module: nn.Module) -> str:

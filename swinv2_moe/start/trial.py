@@ -90,9 +90,7 @@ class Trial:
         limit = max(1, largest // self.world.size)
         found = self.world.on_every_rank(lambda: self._largest_batch(limit))
         size = min(self.world.gather(found))
-        reason = (
-            "a power of two from 8 to 128, with 20 steps an epoch where the pictures are enough"
-        )
+        reason = "a power of two from 8 to 128, with 20 steps an epoch if the pictures are enough"
         if size < limit:
             reason = "twice as many pictures might not fit into memory"
         decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))

@@ -80,8 +80,8 @@ def complete(
     candidates = [all_sections(one, amp_enable) for one, _ in tried]
     # before the trial steps, which take time, and the memory that the teacher leaves free
     teacher = open_teacher(distill.TEACHER, distill.IMG_SIZE, world)
-    data = candidates[0].data
-    sources = world.on_every_rank(lambda: _pictures(data, distill.CLASSES, teacher))
+    first = candidates[0].data
+    sources = world.on_every_rank(lambda: _pictures(first, distill.CLASSES, teacher))
     best, probe = 0, None
     if choice.sizes:
         best, probe, found = choose_size(candidates, sources, world)

@@ -127,3 +127,20 @@ def test_the_batch_of_a_rank_is_no_change_where_the_global_one_is_given():
     opts = ["DATA.GLOBAL_BATCH_SIZE", "64"]
     before, now = (resolve_batch_size(load_config(None, opts), ranks) for ranks in (1, 2))
     assert changed_keys(before, now) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_random"),
+    [
+        ({}, False),  # dropless: an image does not depend on the others
+        ({"EVAL_CAPACITY_FACTOR": 1.25}, True),
+        ({"EVAL_CAPACITY_FACTOR": -1.0}, True),
+        ({"ROUTER": "expert_choice", "EVAL_CAPACITY_FACTOR": 1.0}, True),
+        ({"ROUTER": "expert_choice", "CHOOSE_PER_IMAGE": True}, False),
+        ({"ROUTER": "soft"}, False),
+        ({"EVAL_CAPACITY_FACTOR": 1.25, "NUM_EXPERTS": 0}, False),
+    ],
+)
+def test_images_that_affect_each_other_are_validated_in_a_random_order(keys, is_random):
+    moe = EXPERTS | {f"MODEL.MOE.{key}": value for key, value in keys.items()}
+    assert data_config(load_config(None, as_opts(moe))).shuffle_val is is_random
