@@ -4,8 +4,8 @@ moe_core's cost model predicts the time of the MoE layers. All layers have the s
 all-to-all algorithm): the one with the smallest total time. This module adds the trunk's matrix
 products, its other operations (proportional to its activations), the all-reduce of its gradients,
 which overlaps with the backward pass, and the memory traffic of the optimiser.
-docs/reference/cost-model.md has the formulas and assumptions, docs/explanation/planner.md the
-errors against published figures.
+docs/explanation/planner.md has the formulas, the assumptions and
+the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes
