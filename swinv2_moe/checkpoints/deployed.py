@@ -26,7 +26,6 @@ from swinv2_moe.config import (
     default_config,
     merge_opts,
     resolve_batch_size,
-    run_config,
 )
 from swinv2_moe.data.classes import are_numbers, match_classes, other_order
 from swinv2_moe.data.section import DATASETS, DataConfig
@@ -221,10 +220,9 @@ def open_deployed(
         UserError: there is no complete checkpoint, options cannot be used, or ranks have different
             options.
     """
-    options_alone = default_config()
-    merge_opts(options_alone, opts)
-    run = run_config(options_alone)
-    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
+    alone = default_config()
+    merge_opts(alone, opts)
+    with open_world(alone.DEVICE, alone.TIMEOUT) as world, world.named_errors("a collective"):
         keys = dict(zip(opts[::2], opts[1::2], strict=True))
         check_same_start({name: resume, "--dataset": dataset} | keys | dict(options or {}), world)
         source = checkpoint.find_checkpoint(resume, Path(resume), world, name, weights_only=True)

@@ -24,7 +24,6 @@ from swinv2_moe.config.tree import (
     default_config,
     flatten,
     model_config,
-    run_config,
     train_config,
 )
 
@@ -47,6 +46,5 @@ __all__ = [
     "merge_opts",
     "model_config",
     "resolve_batch_size",
-    "run_config",
     "train_config",
 ]

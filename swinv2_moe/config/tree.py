@@ -187,11 +187,6 @@ def all_sections(config: CfgNode, amp_enable: bool | None = None) -> AllSections
     )
 
 
-def run_config(config: CfgNode) -> RunConfig:
-    """The section of the run itself: keys without a group."""
-    return RunConfig(**_by_group(config)[""])
-
-
 def data_config(config: CfgNode) -> DataConfig:
     """The section DATA, with AUG, TEST and all other keys that reading images needs."""
     return _data_section(_by_group(config))
@@ -223,11 +218,9 @@ def _data_section(values: Values) -> DataConfig:
 
 def _is_limited(moe: Mapping[str, Any]) -> bool:
     """Whether the experts' choices depend on the images of a batch in evaluation."""
-    if not moe["num_experts"] or moe["router"] == "soft":
-        return False
-    if moe["router"] == "expert_choice":
-        return not moe["choose_per_image"]
-    return moe["eval_capacity_factor"] != 0
+    affected = {"soft": False, "expert_choice": not moe["choose_per_image"]}
+    is_limited = moe["eval_capacity_factor"] != 0
+    return bool(moe["num_experts"]) and affected.get(moe["router"], is_limited)
 
 
 def _model_section(values: Values) -> ModelConfig:

@@ -46,7 +46,6 @@ from swinv2_moe.config import (
     all_sections,
     flatten,
     model_config,
-    run_config,
     train_config,
 )
 from swinv2_moe.config.checks import check_settings
@@ -139,8 +138,7 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool | None = None) -> 
             float16 on a CPU; with `graph`, a pass that cannot be captured.
     """
     config = plan[0][1]
-    run = run_config(config)
-    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
         measured = {
             "combinations": [str(one) for one, *_ in plan],
             "--rounds": rounds,

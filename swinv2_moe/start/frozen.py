@@ -171,6 +171,7 @@ def starting_model(
     sources: Sources,
     world: World,
     group: ExpertGroup | None = None,
+    loads: bool = True,
     probes: bool = True,
     most: int = MOST,
     known: Probe | None = None,
@@ -180,6 +181,7 @@ def starting_model(
 
     Args:
         group: the ranks over which experts are spread; None: every rank has all.
+        loads: load MODEL.PRETRAINED, if it is given.
         probes: fit a classifier to the features of at most `most` training images.
         known: the probe, if it has been made.
 
@@ -188,7 +190,7 @@ def starting_model(
     """
     seed_everything(sections.run.seed)  # the same weights on any number of ranks
     model = build_model(sections.model, len(sources.class_names), group)
-    notes = load_pretrained(sections.model, model, world, sources.class_names)
+    notes = load_pretrained(sections.model, model, world, sources.class_names) if loads else ()
     model = model.to(world.device)
     if not probes:
         return model, None, notes

@@ -169,9 +169,7 @@ def class_names_of(file: Path) -> list[str]:
     Raises:
         UserError: a file that should hold them cannot be read.
     """
-    names = []
-    if file.suffix == ".safetensors":
-        names = read_class_names(file)
+    names = read_class_names(file) if file.suffix == ".safetensors" else []
     owner = _checkpoint_of(file)
     if owner is not None:
         names = names or read_meta(owner, "MODEL.PRETRAINED")["class_names"]

@@ -155,10 +155,9 @@ def _open(name: str, img_size: int, device: torch.device) -> Teacher:
         raise UserError(f"{_KEY} {name}: its input has {teacher.channels} channels, not 1 or 3")
     module = teacher.module.to(device).eval().requires_grad_(False)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
-    checksum = _checksum(module)
     shape = (2, teacher.channels, teacher.img_size, teacher.img_size)
     noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # the same on each rank
-    return replace(teacher, module=fused(module, noise.to(device)), weights=checksum)
+    return replace(teacher, module=fused(module, noise.to(device)), weights=_checksum(module))
 
 
 def _checksum(module: nn.Module) -> str:

@@ -151,9 +151,9 @@ class Trial:
             step = self.step(data.num_classes)
             seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
         seconds_per_batch = max(_time_forward(step, batch), waited)
-        times = Times(seconds_per_step, len(data.val_loader) * seconds_per_batch, steps)
+        seconds = len(data.val_loader) * seconds_per_batch
+        times = max(world.gather(Times(seconds_per_step, seconds, steps)))
         del step
-        times = max(world.gather(times))
         _free_memory(world.device)
         return times
 

@@ -17,12 +17,12 @@ from swinv2_moe.data.build import Data
 from swinv2_moe.data.prepare.staging import read_staging
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
-from swinv2_moe.models import MoEModel, build_model, measure_model
+from swinv2_moe.models import MoEModel, measure_model
 from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.agreement import check_same_start, differing_versions
 from swinv2_moe.ranks.environment import describe_environment
 from swinv2_moe.ranks.run_lock import only_run
-from swinv2_moe.ranks.world import Stopped, World, expert_group, open_world, seed_everything
+from swinv2_moe.ranks.world import Stopped, World, expert_group, open_world
 from swinv2_moe.start.defaults import Choice
 from swinv2_moe.start.frozen import starting_model
 from swinv2_moe.start.whole import Start, complete
@@ -134,12 +134,11 @@ def _first_model(
 ) -> tuple[MoEModel, Data]:
     """The model before it is trained or a checkpoint is loaded, and the data with messages about
     its weights. Collective."""
-    group = expert_group(sections.model.experts, world)
-    if start.source is not None:
-        seed_everything(sections.run.seed)  # the same weights on any number of ranks
-        return build_model(sections.model, data.num_classes, group), data
-    probes, known = sections.train.probe, start.probe
-    model, probe, notes = starting_model(sections, start.sources, world, group, probes, known=known)
+    group, is_new = expert_group(sections.model.experts, world), start.source is None
+    probes, known = is_new and sections.train.probe, start.probe
+    model, probe, notes = starting_model(
+        sections, start.sources, world, group, is_new, probes, known=known
+    )
     if probe is not None and known is None and world.is_main:
         print_lines(f"a linear classifier on the frozen network: {probe.classifier}", flush=True)
     return model, replace(data, notes=data.notes + notes)

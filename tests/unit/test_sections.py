@@ -17,7 +17,6 @@ from swinv2_moe.config import (
     model_config,
     reference,
     resolve_batch_size,
-    run_config,
     train_config,
 )
 from swinv2_moe.config.reference import describe
@@ -54,7 +53,8 @@ def test_each_section_has_its_own_keys_and_what_else_it_needs():
     assert (data.seed, data.batch_size, data.augment.scale) == (3, 6, (0.08, 1.0))
     assert (data.test.crop_ratio, data.channels, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
     assert (train.batch_size, train.optimizer.name, train.amp_enable) == (6, "adamw", True)
-    assert (run_config(config).seed, all_sections(config).checkpoint.keep_last) == (3, 2)
+    sections = all_sections(config)
+    assert (sections.run.seed, sections.checkpoint.keep_last) == (3, 2)
     with pytest.raises(FrozenInstanceError):
         data.seed = 4
 
