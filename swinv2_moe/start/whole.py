@@ -84,7 +84,7 @@ def complete(
     sources = world.on_every_rank(lambda: _pictures(first, distill.CLASSES, teacher))
     best, probe = 0, None
     if choice.sizes:
-        best, probe, found = choose_size(candidates, sources, world)
+        best, probe, found = choose_size(candidates, sources, world, choice.trained)
         _show(found, world)
     config, lines = tried[best]
     trial = Trial(candidates[best], sources, world)
