@@ -274,7 +274,7 @@ class Trainer:
                 bar.advance(self._bar_text(result.loss, rate), self._time_left(rate))
                 self._warn(recorder, result)
                 if self.tuning.tuners:
-                    recorder.strategies(self.tuning.after_step(progress.step), progress.step)
+                    recorder.strategies(self.tuning.take_events(), progress.step)
                 if progress.step % self.config.run.print_freq == 0 or progress.is_last_step:
                     self._record_step(recorder, result, rate, loader.wait_share())
                     self._count_unreadable(unreadable)
