@@ -68,7 +68,7 @@ def train(
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
         choice: whose configuration this is. A new run tries what it leaves open: the size of the
-            image (`choose_size`), the batch and the epochs (`decide_by_trial`).
+            image (`choose_size`), the batch and the epochs (`Trial`).
         place_data: replaces the loaders, and the teacher's outputs, by others of the same images.
 
     Returns:
