@@ -61,7 +61,8 @@ class Choice(NamedTuple):
         largest_batch: the largest batch to try, in pictures over all ranks; 0: DATA.BATCH_SIZE is
             given.
         sizes: keys and values of the sizes of image to try, the smallest first.
-        trained: side of the images that the weights were trained on; 0: random weights.
+        trained: side of the images that the weights were trained on; 0: random weights, or the
+            pictures have at most half of it, so that it adds nothing.
         given: keys that the user has set.
     """
 
@@ -139,7 +140,8 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
     sizes = sizes_to_try(weights, given)
     shown = [str(pictures), weights.line, *map(str, decisions)]
     trained = weights.keys.get("DATA.IMG_SIZE")
-    size = trained if isinstance(trained, int) else 0
+    side = min(pictures.width, pictures.height)
+    size = trained if isinstance(trained, int) and side > trained // 2 else 0
     return Choice(config, shown, largest, sizes, size, frozenset(given))
 
 

@@ -142,7 +142,7 @@ def choose_size(
 
     Args:
         candidates: the same but for what belongs to their size, the smallest image first.
-        trained: the size that the weights were trained at.
+        trained: the size that the weights were trained at, where the pictures have so many pixels.
     """
     limit = 60 * candidates[0].train.minutes * _SHARE or float("inf")
     tried: list[Probe] = []
