@@ -117,4 +117,12 @@ class MoEHybridTaskCascade(MoEDetector, HybridTaskCascade):
 
 @MODELS.register_module()
 class MoEGFL(MoEDetector, GFL):
-    """GFL, arXiv 2006.04388."""
+    """GFL, arXiv 2006.04388. Its boxes end at the picture's edges, not at those of the canvas."""
+
+    def predict(self, *args, **kwargs):
+        samples = super().predict(*args, **kwargs)
+        for sample in samples:
+            height, width = sample.ori_shape
+            boxes = sample.pred_instances.bboxes
+            boxes.copy_(boxes.clamp(min=0).minimum(boxes.new_tensor([width, height] * 2)))
+        return samples

@@ -5,6 +5,7 @@ on this machine.
 """
 
 import copy
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from moe_core import cpu_computes_in
 from swinv2_moe.config import as_opts, load_config, model_config
 from swinv2_moe.data.labels import Labelled, read_folder
 from swinv2_moe.detection import run as runs
-from swinv2_moe.detection.recipe import FILE, Recipe, mmengine_config, read_recipe
+from swinv2_moe.detection.recipe import FILE, Recipe, mmengine_config, read_recipe, save_every
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file, write_json
 from swinv2_moe.models.build import model_arguments
@@ -44,8 +45,8 @@ _PASSES = 16_000  # pictures of a training, in all
 _EPOCHS = (20, 300)
 _OTHERS = 0.2  # share of pictures of another orientation that makes the canvas square
 _FEW_EPOCHS = 8  # below this number a smaller size is better
-_RATE, _RATE_BATCH = 5e-4, 8
-_VALIDATIONS = 10
+_RATE, _RATE_BATCH = 1e-3, 4
+_VALIDATED = 0.1  # share of the training's time that validations may take, beside the last one
 _STEPS, _SECONDS = 5, 20.0  # limits of timing
 _SPARE = 0.9  # share of the minutes that is planned
 
@@ -184,12 +185,12 @@ def choose(labelled: Labelled, given: Given, ranks: int = 1) -> tuple[Recipe, li
         " take a configuration",
         weights_line,
         size_line,
-        f"batch {batch}: {_why(given.batch, 'at least 8 steps an epoch, at most 8 pictures')}",
-        f"lr {lr:g}: {_why(given.lr, 'AdamW, 5e-4 for 8 pictures, with the root of their number')}",
+        f"batch {batch}: {_why(given.batch, 'at least 8 steps an epoch, at most 4 pictures')}",
+        f"lr {lr:g}: {_why(given.lr, 'AdamW, 1e-3 for 4 pictures, with the root of their number')}",
         f"precision {dtype or 'fp32'}: the fastest of this machine",
     ]
-    every = max(1, round(epochs / _VALIDATIONS))
     data = os.path.abspath(labelled.root)
+    every = save_every(epochs)
     recipe = Recipe(data, labelled.class_names, size, backbone, batch, epochs, lr, every, dtype)
     return recipe, lines
 
@@ -247,6 +248,7 @@ def _backbone(weights: str | None) -> tuple[dict[str, Any], str]:
     arguments = model_arguments(config, 0)
     for name in ("img_size", "in_chans", "num_classes"):
         del arguments[name]
+    arguments["drop_path_rate"] = 0.0  # short trainings
     if arguments["num_experts"]:
         arguments["moe"] = arguments["moe"] | {"capacity_factor": 0.0}  # no token is dropped
     arguments["model"] = config.type
@@ -264,7 +266,7 @@ def measure_times(config: Config) -> Times:
     detector = MODELS.build(copy.deepcopy(config.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     detector.to(device).train()
-    optimiser = torch.optim.AdamW(detector.parameters(), lr=0.0)
+    optimiser = torch.optim.AdamW(detector.parameters(), lr=0.0, fused=True)
     loader = registry.runner.MoERunner.build_dataloader(config.train_dataloader, seed=0)
     enabled = config.optim_wrapper.dtype is not None
     times: list[float] = []
@@ -294,12 +296,17 @@ def measure_times(config: Config) -> Times:
 
 def seconds_of(recipe: Recipe, times: Times, labelled: Labelled, ranks: int = 1) -> float:
     """The expected seconds of a training, with its validations and the last one."""
+    epoch, validation, last = _parts(recipe, times, labelled, ranks)
+    return recipe.epochs * epoch + -(-recipe.epochs // recipe.validate_every) * validation + last
+
+
+def _parts(recipe: Recipe, times: Times, labelled: Labelled, ranks: int) -> list[float]:
+    """Seconds of an epoch, a validation, and the measurement after the training."""
     counts = {name: len(content["images"]) for name, content in labelled.splits.items()}
-    steps = -(-counts["train"] // (recipe.batch * ranks))
-    batches = -(-counts["val"] // (recipe.batch * ranks))
-    validations = -(-recipe.epochs // recipe.validate_every)
-    last = -(-counts.get("test", counts["val"]) // recipe.batch)
-    return recipe.epochs * steps * times.step + (validations * batches + last) * times.validation
+    batch, last = recipe.batch * ranks, counts.get("test", counts["val"])
+    parts = [(counts["train"], batch, times.step), (counts["val"], batch, times.validation)]
+    parts.append((last, recipe.batch, times.validation))
+    return [math.ceil(count / size) * seconds for count, size, seconds in parts]
 
 
 def within_minutes(
@@ -312,14 +319,20 @@ def within_minutes(
 
     def fitting(one: Recipe, scale: float) -> Recipe:
         scaled = Times(scale * times.step, scale * times.validation)
+        epoch, validation, _ = _parts(one, scaled, labelled, ranks)
         epochs = one.epochs
-        while epochs > 1 and seconds_of(_epochs(one, epochs), scaled, labelled, ranks) > left:
+        while True:
+            most = max(1.0, _VALIDATED * epochs * epoch / validation)
+            save = save_every(epochs)
+            every = save * math.ceil(epochs / save / most)
+            fitted = replace(one, epochs=epochs, validate_every=every)
+            seconds = seconds_of(fitted, scaled, labelled, ranks)
+            if epochs == 1 or given.epochs is not None or seconds <= left:
+                return fitted
             epochs = min(epochs - 1, round(0.95 * epochs))
-        return _epochs(one, epochs)
 
-    chosen, scale = recipe, 1.0
+    chosen, scale = fitting(recipe, 1.0), 1.0
     if given.epochs is None:
-        chosen = fitting(recipe, 1.0)
         sides = [(row["width"], row["height"]) for row in labelled.splits["train"]["images"]]
         smaller = [side for side in reversed(_SIZES) if 256 <= side < max(recipe.size)]
         while chosen.epochs < _FEW_EPOCHS and smaller and given.size is None:
@@ -343,8 +356,3 @@ def within_minutes(
     speed = chosen.batch * ranks / scaled.step
     lines.append(f"expected duration: {in_words(seconds)}, at {speed:.1f} pictures a second")
     return chosen, lines
-
-
-def _epochs(recipe: Recipe, epochs: int) -> Recipe:
-    every = max(1, round(epochs / _VALIDATIONS))
-    return replace(recipe, epochs=epochs, validate_every=every)

@@ -28,6 +28,8 @@ from swinv2_moe.forms import (
 FILE = "detector.json"  # of a run
 _CHANNELS = 96  # of neck and head
 _ZOOM = (0.6, 1.6)
+_WARM_UP = 20  # steps
+VALIDATIONS = 10  # at most
 _MAX_BYTES = 1 << 26
 _FORM = record(
     {
@@ -97,20 +99,19 @@ def mmengine_config(recipe: Recipe, run: Path) -> Config:
     """The configuration of mmengine's runner; the annotations are those in `data/` of the run."""
     pretrained = recipe.backbone.get("pretrained")
     files = {split: str(run.absolute() / "data" / f"{split}.json") for split in ("train", "val")}
-    every = recipe.validate_every
     loaders = _loaders(recipe, files)
     metric = {"type": "FasterCocoMetric", "ann_file": files["val"], "metric": "bbox"}
-    store = {"type": "ExpertStoreHook", "interval": every, "keep_last": 1}
+    store = {"type": "ExpertStoreHook", "interval": save_every(recipe.epochs), "keep_last": 1}
     stop = {"type": "EarlyStoppingHook", "monitor": "coco/bbox_mAP", "rule": "greater"}
-    warm_up = {"type": "LinearLR", "start_factor": 0.01, "by_epoch": True, "begin": 0}
-    warm_up |= {"end": max(1, recipe.epochs // 20), "convert_to_iter_based": True}
+    warm_up = {"type": "LinearLR", "start_factor": 0.05, "by_epoch": False, "end": _WARM_UP}
     cosine = {"type": "CosineAnnealingLR", "eta_min": 0, "by_epoch": True, "begin": 0}
     cosine |= {"end": recipe.epochs, "convert_to_iter_based": True}
-    loop = {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs, "val_interval": every}
+    loop: dict[str, Any] = {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs}
+    loop["val_interval"] = recipe.validate_every
     optimiser = {
         "type": "MoEOptimWrapper",
         "constructor": "LayerDecayConstructor",
-        "optimizer": {"type": "AdamW", "lr": recipe.lr, "weight_decay": 0.05},
+        "optimizer": {"type": "AdamW", "lr": recipe.lr, "weight_decay": 0.05, "fused": True},
         "paramwise_cfg": {"layer_decay": 0.85 if pretrained else 1.0},
         "clip_grad": {"max_norm": 10.0},
         "dtype": recipe.dtype,
@@ -139,6 +140,11 @@ def mmengine_config(recipe: Recipe, run: Path) -> Config:
             "randomness": {"seed": recipe.seed},
         }
     )
+
+
+def save_every(epochs: int) -> int:
+    """Epochs between checkpoints. Validations come after some of them."""
+    return max(1, round(epochs / VALIDATIONS))
 
 
 def _loaders(recipe: Recipe, files: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -196,7 +202,7 @@ def model(recipe: Recipe) -> dict[str, Any]:
     }
     assigner = {"type": "ATSSAssigner", "topk": 9}
     nms = {"type": "nms", "iou_threshold": 0.6}
-    test = {"nms_pre": 1000, "min_bbox_size": 0, "score_thr": 0.02, "nms": nms}
+    test = {"nms_pre": 1000, "min_bbox_size": 0, "score_thr": 0.005, "nms": nms}
     return {
         "type": "MoEGFL",
         "data_preprocessor": preprocessor,
