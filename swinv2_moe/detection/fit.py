@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.dist import broadcast
 from mmengine.registry import init_default_scope
 
 from moe_core import cpu_computes_in
 from swinv2_moe.config import as_opts, load_config, model_config
 from swinv2_moe.data.labels import Labelled, read_folder
 from swinv2_moe.detection import run as runs
-from swinv2_moe.detection.recipe import FILE, Recipe, mmengine_config, read_recipe, save_every
+from swinv2_moe.detection.recipe import FILE, Recipe, mmengine_config, read_recipe
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import make_directory, new_file, write_json
 from swinv2_moe.models.build import model_arguments
@@ -47,6 +48,8 @@ _OTHERS = 0.2  # share of pictures of another orientation that makes the canvas 
 _FEW_EPOCHS = 8  # below this number a smaller size is better
 _RATE, _RATE_BATCH = 1e-3, 4
 _VALIDATED = 0.1  # share of the training's time that validations may take, beside the last one
+_VALIDATIONS = 10  # at most
+_LESS_ZOOM = (40, [0.8, 1.25])  # in fewer passes, which learn faster so
 _STEPS, _SECONDS = 5, 20.0  # limits of timing
 _SPARE = 0.9  # share of the minutes that is planned
 
@@ -127,10 +130,24 @@ def fit(
         )
     with open_world() as world:
 
-        def prepare() -> Recipe | None:
-            return _prepare(data, run, chosen, world.size, began) if world.is_main else None
+        def prepare() -> tuple[Recipe, Labelled] | None:
+            return _prepare(data, run, chosen, world.size) if world.is_main else None
 
-        recipe = world.agree(world.on_every_rank(prepare))
+        def plan() -> Recipe | None:
+            if prepared is None:
+                return None
+            elapsed = time.time() - began
+            recipe, lines = within_minutes(*prepared, times, chosen, world.size, elapsed)
+            print_lines(*lines, flush=True)
+            recipe.write(run)
+            return recipe
+
+        prepared = world.on_every_rank(prepare)
+        first = world.agree(prepared and prepared[0])
+        assert first is not None
+        # by all ranks: the loss takes means over them
+        times = world.on_every_rank(lambda: measure_times(mmengine_config(first, run)))
+        recipe = world.agree(world.on_every_rank(plan))
         assert recipe is not None
         runs.train(mmengine_config(recipe, run), None, world)
     return run
@@ -149,7 +166,7 @@ def resume(run: Path) -> Path:
     return run
 
 
-def _prepare(data: str, run: Path, given: Given, ranks: int, began: float) -> Recipe:
+def _prepare(data: str, run: Path, given: Given, ranks: int) -> tuple[Recipe, Labelled]:
     labelled = read_folder(os.path.expanduser(data))
     print_lines(*labelled.lines(), flush=True)
     recipe, lines = choose(labelled, given, ranks)
@@ -160,14 +177,7 @@ def _prepare(data: str, run: Path, given: Given, ranks: int, began: float) -> Re
     if labelled.left_out:
         with new_file(run / "data" / "left_out.txt") as file:
             file.write("".join(f"{line}\n" for line in labelled.left_out).encode())
-    init_default_scope("mmdet")
-    registry.runner.quiet_readers()
-    times = measure_times(mmengine_config(recipe, run))
-    elapsed = time.time() - began
-    recipe, lines = within_minutes(recipe, times, labelled, given, ranks, elapsed)
-    print_lines(*lines, flush=True)
-    recipe.write(run)
-    return recipe
+    return recipe, labelled
 
 
 def choose(labelled: Labelled, given: Given, ranks: int = 1) -> tuple[Recipe, list[str]]:
@@ -190,8 +200,7 @@ def choose(labelled: Labelled, given: Given, ranks: int = 1) -> tuple[Recipe, li
         f"precision {dtype or 'fp32'}: the fastest of this machine",
     ]
     data = os.path.abspath(labelled.root)
-    every = save_every(epochs)
-    recipe = Recipe(data, labelled.class_names, size, backbone, batch, epochs, lr, every, dtype)
+    recipe = Recipe(data, labelled.class_names, size, backbone, batch, epochs, lr, dtype)
     return recipe, lines
 
 
@@ -262,6 +271,8 @@ def _backbone(weights: str | None) -> tuple[dict[str, Any], str]:
 
 def measure_times(config: Config) -> Times:
     """Time steps of a detector that is thrown away, on the training's own pictures."""
+    init_default_scope("mmdet")
+    registry.runner.quiet_readers()
     torch.manual_seed(0)
     detector = MODELS.build(copy.deepcopy(config.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,7 +291,9 @@ def measure_times(config: Config) -> Times:
         optimiser.step()
         optimiser.zero_grad()
         times.append(time.perf_counter() - started)
-        if len(times) > _STEPS or time.perf_counter() - began > _SECONDS:
+        enough = torch.tensor(len(times) > _STEPS or time.perf_counter() - began > _SECONDS)
+        broadcast(enough)  # all ranks end together
+        if enough:
             break
     if not times:
         raise UserError("fewer pictures than a batch can be read")
@@ -294,65 +307,52 @@ def measure_times(config: Config) -> Times:
     return Times(float(np.mean(times[1:] or times)) + 0.2 * reading, validation)
 
 
-def seconds_of(recipe: Recipe, times: Times, labelled: Labelled, ranks: int = 1) -> float:
-    """The expected seconds of a training, with its validations and the last one."""
-    epoch, validation, last = _parts(recipe, times, labelled, ranks)
-    return recipe.epochs * epoch + -(-recipe.epochs // recipe.validate_every) * validation + last
-
-
-def _parts(recipe: Recipe, times: Times, labelled: Labelled, ranks: int) -> list[float]:
-    """Seconds of an epoch, a validation, and the measurement after the training."""
-    counts = {name: len(content["images"]) for name, content in labelled.splits.items()}
-    batch, last = recipe.batch * ranks, counts.get("test", counts["val"])
-    parts = [(counts["train"], batch, times.step), (counts["val"], batch, times.validation)]
-    parts.append((last, recipe.batch, times.validation))
-    return [math.ceil(count / size) * seconds for count, size, seconds in parts]
-
-
 def within_minutes(
-    recipe: Recipe, times: Times, labelled: Labelled, given: Given, ranks: int, elapsed: float
+    recipe: Recipe, labelled: Labelled, times: Times, given: Given, ranks: int, elapsed: float
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with a size and epochs that fit into the minutes, and lines about them."""
+    """The recipe with a size, time, validations and zoom for the minutes, and lines about them."""
     minutes = given.minutes or MINUTES
-    left = _SPARE * (60 * minutes - elapsed)
+    counts = {name: len(content["images"]) for name, content in labelled.splits.items()}
+    steps = math.ceil(counts["train"] / (recipe.batch * ranks))
+    validation = math.ceil(counts["val"] / (recipe.batch * ranks)) * times.validation
+    last = math.ceil(counts.get("test", counts["val"]) / recipe.batch) * times.validation
     lines = []
 
-    def fitting(one: Recipe, scale: float) -> Recipe:
-        scaled = Times(scale * times.step, scale * times.validation)
-        epoch, validation, _ = _parts(one, scaled, labelled, ranks)
-        epochs = one.epochs
-        while True:
-            most = max(1.0, _VALIDATED * epochs * epoch / validation)
-            save = save_every(epochs)
-            every = save * math.ceil(epochs / save / most)
-            fitted = replace(one, epochs=epochs, validate_every=every)
-            seconds = seconds_of(fitted, scaled, labelled, ranks)
-            if epochs == 1 or given.epochs is not None or seconds <= left:
-                return fitted
-            epochs = min(epochs - 1, round(0.95 * epochs))
+    def time_of(size: list[int]) -> tuple[float, float]:
+        """The seconds of training, and how many passes fit into them."""
+        scale = float(np.prod(size) / np.prod(recipe.size))
+        seconds = max(_SPARE * (60 * minutes - elapsed) - scale * (validation + last), 1.0)
+        return seconds, seconds / (scale * steps * times.step)
 
-    chosen, scale = fitting(recipe, 1.0), 1.0
+    size, (seconds, passes) = recipe.size, time_of(recipe.size)
+    sides = [(row["width"], row["height"]) for row in labelled.splits["train"]["images"]]
+    smaller = [side for side in _SIZES if 256 <= side < max(recipe.size)]
+    while passes < _FEW_EPOCHS and smaller and given.size is None and given.epochs is None:
+        size = canvas(smaller.pop(), sides)
+        seconds, passes = time_of(size)
+    if size != recipe.size:
+        lines.append(
+            f"size {size[0]} x {size[1]} px instead: at the larger one fewer than {_FEW_EPOCHS}"
+            f" passes fit into {minutes:g} minutes"
+        )
+    epochs, reason = recipe.epochs, f"{_PASSES:,} pictures in all, in 20 to 300 passes"
+    if given.epochs is not None:
+        reason = "given"
+    elif passes < epochs:
+        epochs = max(1, round(passes))
+        reason = f"about as many as fit into {minutes:g} minutes (--minutes), which end it"
+    scale = float(np.prod(size) / np.prod(recipe.size))
+    training = scale * epochs * steps * times.step
+    validations = int(min(max(_VALIDATED * training / (scale * validation), 1), _VALIDATIONS))
+    chosen = replace(recipe, size=size, validations=validations)
     if given.epochs is None:
-        sides = [(row["width"], row["height"]) for row in labelled.splits["train"]["images"]]
-        smaller = [side for side in reversed(_SIZES) if 256 <= side < max(recipe.size)]
-        while chosen.epochs < _FEW_EPOCHS and smaller and given.size is None:
-            size = canvas(smaller.pop(0), sides)
-            scale = float(np.prod(size) / np.prod(recipe.size))
-            chosen = fitting(replace(recipe, size=size), scale)
-        if chosen.size != recipe.size:
-            lines.append(
-                f"size {chosen.size[0]} x {chosen.size[1]} px instead: at the larger one fewer than"
-                f" {_FEW_EPOCHS} passes fit into {minutes:g} minutes"
-            )
-    reason = _why(given.epochs, f"{_PASSES:,} pictures in all, in 20 to 300 passes")
-    if chosen.epochs < recipe.epochs:
-        reason = f"as many as fit into {minutes:g} minutes (--minutes)"
+        chosen = replace(chosen, seconds=round(seconds, 1))
+    if epochs < _LESS_ZOOM[0]:
+        chosen = replace(chosen, zoom=_LESS_ZOOM[1])
     lines.append(
-        f"epochs {chosen.epochs}: {reason}; validated every {chosen.validate_every}, ends after 4"
-        " without a better one"
+        f"epochs {epochs}: {reason}; {validations} validations, ends after 4 without a better one"
     )
-    scaled = Times(scale * times.step, scale * times.validation)
-    seconds = seconds_of(chosen, scaled, labelled, ranks)
-    speed = chosen.batch * ranks / scaled.step
-    lines.append(f"expected duration: {in_words(seconds)}, at {speed:.1f} pictures a second")
+    expected = training + scale * (validations * validation + last)
+    speed = recipe.batch * ranks / (scale * times.step)
+    lines.append(f"expected duration: {in_words(expected)}, at {speed:.1f} pictures a second")
     return chosen, lines

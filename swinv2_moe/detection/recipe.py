@@ -5,7 +5,7 @@ The detector is GFL (arXiv 2006.04388), a single-stage one, with two convolution
 each branch, on the maps of stride 8, 16 and 32.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,6 @@ from swinv2_moe.forms import (
 
 FILE = "detector.json"  # of a run
 _CHANNELS = 96  # of neck and head
-_ZOOM = (0.6, 1.6)
-_WARM_UP = 20  # steps
-VALIDATIONS = 10  # at most
 _MAX_BYTES = 1 << 26
 _FORM = record(
     {
@@ -40,10 +37,14 @@ _FORM = record(
         "batch": POSITIVE_COUNT,
         "epochs": POSITIVE_COUNT,
         "lr": POSITIVE_NUMBER,
-        "validate_every": POSITIVE_COUNT,
         "dtype": or_null(TEXT),
         "seed": COUNT,
-    }
+    },
+    {  # of runs from before 1.0.0 they are missing
+        "zoom": list_of(POSITIVE_NUMBER, 2),
+        "seconds": or_null(POSITIVE_NUMBER),
+        "validations": POSITIVE_COUNT,
+    },
 )
 
 
@@ -56,8 +57,10 @@ class Recipe:
         size: width and height of what the detector sees, in pixels.
         backbone: arguments of SwinV2MoE.
         batch: pictures of a step, in each process.
-        validate_every: epochs between validations.
         dtype: of autocast in training; None: fp32.
+        zoom: smallest and largest factor of training pictures.
+        seconds: the time of training and validations; None: no limit.
+        validations: their number at most, beside the last one.
     """
 
     data: str
@@ -67,9 +70,11 @@ class Recipe:
     batch: int
     epochs: int
     lr: float
-    validate_every: int = 1
     dtype: str | None = None
     seed: int = 0
+    zoom: list[float] = field(default_factory=lambda: [0.6, 1.6])
+    seconds: float | None = None
+    validations: int = 10
 
     def write(self, run: Path) -> None:
         """Write `detector.json`. Raises UserError if it cannot be written."""
@@ -92,7 +97,8 @@ def read_recipe(run: Path) -> Recipe:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{run / FILE}: cannot be read ({error})") from error
-    return Recipe(**{name: content[name] for name in Recipe.__dataclass_fields__})
+    names = Recipe.__dataclass_fields__.keys() & content.keys()
+    return Recipe(**{name: content[name] for name in names})
 
 
 def mmengine_config(recipe: Recipe, run: Path) -> Config:
@@ -101,13 +107,9 @@ def mmengine_config(recipe: Recipe, run: Path) -> Config:
     files = {split: str(run.absolute() / "data" / f"{split}.json") for split in ("train", "val")}
     loaders = _loaders(recipe, files)
     metric = {"type": "FasterCocoMetric", "ann_file": files["val"], "metric": "bbox"}
-    store = {"type": "ExpertStoreHook", "interval": save_every(recipe.epochs), "keep_last": 1}
+    store = {"type": "ExpertStoreHook", "interval": None, "keep_last": 1}
     stop = {"type": "EarlyStoppingHook", "monitor": "coco/bbox_mAP", "rule": "greater"}
-    warm_up = {"type": "LinearLR", "start_factor": 0.05, "by_epoch": False, "end": _WARM_UP}
-    cosine = {"type": "CosineAnnealingLR", "eta_min": 0, "by_epoch": True, "begin": 0}
-    cosine |= {"end": recipe.epochs, "convert_to_iter_based": True}
-    loop: dict[str, Any] = {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs}
-    loop["val_interval"] = recipe.validate_every
+    cycle = {"type": "CycleHook", "seconds": recipe.seconds, "validations": recipe.validations}
     optimiser = {
         "type": "MoEOptimWrapper",
         "constructor": "LayerDecayConstructor",
@@ -127,24 +129,18 @@ def mmengine_config(recipe: Recipe, run: Path) -> Config:
             "test_dataloader": loaders["val"],
             "val_evaluator": metric,
             "test_evaluator": metric,
-            "train_cfg": loop,
+            "train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs},
             "val_cfg": {"type": "ValLoop"},
             "test_cfg": {"type": "TestLoop"},
-            "param_scheduler": [warm_up, cosine],
             "optim_wrapper": optimiser,
             "default_hooks": {
                 "logger": {"type": "LoggerHook", "interval": 20},
                 "checkpoint": store | {"save_best": "coco/bbox_mAP"},
             },
-            "custom_hooks": [stop | {"patience": 4, "min_delta": 0.001}],
+            "custom_hooks": [cycle, stop | {"patience": 4, "min_delta": 0.001}],
             "randomness": {"seed": recipe.seed},
         }
     )
-
-
-def save_every(epochs: int) -> int:
-    """Epochs between checkpoints. Validations come after some of them."""
-    return max(1, round(epochs / VALIDATIONS))
 
 
 def _loaders(recipe: Recipe, files: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -155,7 +151,7 @@ def _loaders(recipe: Recipe, files: dict[str, str]) -> dict[str, dict[str, Any]]
     colours = {"type": "YOLOXHSVRandomAug"}  # writes into the picture: before rows are reversed
     flip = {"type": "mmdet.RandomFlip", "prob": 0.5}
     pipelines = {
-        "train": [load, canvas | {"zoom": _ZOOM}, colours, flip, pack],
+        "train": [load, canvas | {"zoom": tuple(recipe.zoom)}, colours, flip, pack],
         "val": [load, canvas, pack],
     }
     loaders = {}

@@ -244,3 +244,24 @@ def test_a_picture_that_breaks_after_its_header_is_named(detect, folder: Path) -
     done = detect("train", "cut", QUICK)
     assert "000001.png: cannot be read" in done.out + done.err
     assert (folder / "output/cut/checkpoints/latest/meta.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_a_recipe_and_end_in_time(folder: Path) -> None:
+    """The speed is measured by both: the loss takes means over them."""
+    words = (
+        "torch.distributed.run --standalone --nproc_per_node 2 -m swinv2_moe detect train"
+    )
+    words += " shapes --output ranks --size 64 --batch 2 --minutes 2"
+    ran = subprocess.run(
+        [sys.executable, "-m", *words.split()],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("expected duration: ") == 1
+    assert json.loads((folder / "ranks/detector.json").read_text())["seconds"] < 120
+    assert "pictures of val" in ran.stdout
