@@ -249,9 +249,7 @@ def test_a_picture_that_breaks_after_its_header_is_named(detect, folder: Path) -
 @pytest.mark.slow
 def test_two_ranks_agree_on_a_recipe_and_end_in_time(folder: Path) -> None:
     """The speed is measured by both: the loss takes means over them."""
-    words = (
-        "torch.distributed.run --standalone --nproc_per_node 2 -m swinv2_moe detect train"
-    )
+    words = "torch.distributed.run --standalone --nproc_per_node 2 -m swinv2_moe detect train"
     words += " shapes --output ranks --size 64 --batch 2 --minutes 2"
     ran = subprocess.run(
         [sys.executable, "-m", *words.split()],
