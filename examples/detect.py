@@ -23,13 +23,11 @@ def on_canvas(picture: Image.Image, spec: dict) -> tuple[np.ndarray, float]:
     _, _, height, width = spec["input"]["shape"]
     factor = min(width / picture.width, height / picture.height)
     # pixels of the canvas are averages of the picture's, so large ones are reduced first
-    size = [min(width, round(factor * picture.width)), min(height, round(factor * picture.height))]
-    resized = picture.resize([max(1, side) for side in size], Image.Resampling.BOX)
-    if factor > 1:
-        resized = picture.resize([max(1, side) for side in size], Image.Resampling.BILINEAR)
+    size = [max(1, round(factor * side)) for side in picture.size]
+    how = Image.Resampling.BILINEAR if factor > 1 else Image.Resampling.BOX
     grey = (spec["input"]["background"],) * 3
     canvas = Image.new("RGB", (width, height), grey)
-    canvas.paste(resized)
+    canvas.paste(picture.resize(size, how))
     return np.asarray(canvas, np.float32).transpose(2, 0, 1)[None], factor
 
 
@@ -75,7 +73,7 @@ def main() -> None:
         images, factor = on_canvas(picture, spec)
         (rows,) = session.run(None, {spec["input"]["name"]: images})
         for label, score, box in choose(rows[0], spec, args.threshold):
-            left, top, right, bottom = box / factor
+            left, top, right, bottom = (box / factor).clip(0, [*picture.size] * 2)
             sides = [left, top, right - left, bottom - top]
             numbers = [f"{side:.2f}" for side in sides]
             # ascii: names of others may hold commands to a terminal

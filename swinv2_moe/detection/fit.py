@@ -5,6 +5,7 @@ on this machine.
 """
 
 import copy
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
+from mmengine.dist import broadcast
 from mmengine.registry import init_default_scope
 
 from moe_core import cpu_computes_in
@@ -44,8 +46,10 @@ _PASSES = 16_000  # pictures of a training, in all
 _EPOCHS = (20, 300)
 _OTHERS = 0.2  # share of pictures of another orientation that makes the canvas square
 _FEW_EPOCHS = 8  # below this number a smaller size is better
-_RATE, _RATE_BATCH = 5e-4, 8
-_VALIDATIONS = 10
+_RATE, _RATE_BATCH = 1e-3, 4
+_VALIDATED = 0.1  # share of the training's time that validations may take, beside the last one
+_VALIDATIONS = 10  # at most
+_LESS_ZOOM = (40, [0.8, 1.25])  # in fewer passes, which learn faster so
 _STEPS, _SECONDS = 5, 20.0  # limits of timing
 _SPARE = 0.9  # share of the minutes that is planned
 
@@ -126,10 +130,24 @@ def fit(
         )
     with open_world() as world:
 
-        def prepare() -> Recipe | None:
-            return _prepare(data, run, chosen, world.size, began) if world.is_main else None
+        def prepare() -> tuple[Recipe, Labelled] | None:
+            return _prepare(data, run, chosen, world.size) if world.is_main else None
 
-        recipe = world.agree(world.on_every_rank(prepare))
+        def plan() -> Recipe | None:
+            if prepared is None:
+                return None
+            elapsed = time.time() - began
+            recipe, lines = within_minutes(*prepared, times, chosen, world.size, elapsed)
+            print_lines(*lines, flush=True)
+            recipe.write(run)
+            return recipe
+
+        prepared = world.on_every_rank(prepare)
+        first = world.agree(prepared and prepared[0])
+        assert first is not None
+        # by all ranks: the loss takes means over them
+        times = world.on_every_rank(lambda: measure_times(mmengine_config(first, run)))
+        recipe = world.agree(world.on_every_rank(plan))
         assert recipe is not None
         runs.train(mmengine_config(recipe, run), None, world)
     return run
@@ -148,7 +166,7 @@ def resume(run: Path) -> Path:
     return run
 
 
-def _prepare(data: str, run: Path, given: Given, ranks: int, began: float) -> Recipe:
+def _prepare(data: str, run: Path, given: Given, ranks: int) -> tuple[Recipe, Labelled]:
     labelled = read_folder(os.path.expanduser(data))
     print_lines(*labelled.lines(), flush=True)
     recipe, lines = choose(labelled, given, ranks)
@@ -159,14 +177,7 @@ def _prepare(data: str, run: Path, given: Given, ranks: int, began: float) -> Re
     if labelled.left_out:
         with new_file(run / "data" / "left_out.txt") as file:
             file.write("".join(f"{line}\n" for line in labelled.left_out).encode())
-    init_default_scope("mmdet")
-    registry.runner.quiet_readers()
-    times = measure_times(mmengine_config(recipe, run))
-    elapsed = time.time() - began
-    recipe, lines = within_minutes(recipe, times, labelled, given, ranks, elapsed)
-    print_lines(*lines, flush=True)
-    recipe.write(run)
-    return recipe
+    return recipe, labelled
 
 
 def choose(labelled: Labelled, given: Given, ranks: int = 1) -> tuple[Recipe, list[str]]:
@@ -184,13 +195,12 @@ def choose(labelled: Labelled, given: Given, ranks: int = 1) -> tuple[Recipe, li
         " take a configuration",
         weights_line,
         size_line,
-        f"batch {batch}: {_why(given.batch, 'at least 8 steps an epoch, at most 8 pictures')}",
-        f"lr {lr:g}: {_why(given.lr, 'AdamW, 5e-4 for 8 pictures, with the root of their number')}",
+        f"batch {batch}: {_why(given.batch, 'at least 8 steps an epoch, at most 4 pictures')}",
+        f"lr {lr:g}: {_why(given.lr, 'AdamW, 1e-3 for 4 pictures, with the root of their number')}",
         f"precision {dtype or 'fp32'}: the fastest of this machine",
     ]
-    every = max(1, round(epochs / _VALIDATIONS))
     data = os.path.abspath(labelled.root)
-    recipe = Recipe(data, labelled.class_names, size, backbone, batch, epochs, lr, every, dtype)
+    recipe = Recipe(data, labelled.class_names, size, backbone, batch, epochs, lr, dtype)
     return recipe, lines
 
 
@@ -247,6 +257,7 @@ def _backbone(weights: str | None) -> tuple[dict[str, Any], str]:
     arguments = model_arguments(config, 0)
     for name in ("img_size", "in_chans", "num_classes"):
         del arguments[name]
+    arguments["drop_path_rate"] = 0.0  # short trainings
     if arguments["num_experts"]:
         arguments["moe"] = arguments["moe"] | {"capacity_factor": 0.0}  # no token is dropped
     arguments["model"] = config.type
@@ -260,11 +271,13 @@ def _backbone(weights: str | None) -> tuple[dict[str, Any], str]:
 
 def measure_times(config: Config) -> Times:
     """Time steps of a detector that is thrown away, on the training's own pictures."""
+    init_default_scope("mmdet")
+    registry.runner.quiet_readers()
     torch.manual_seed(0)
     detector = MODELS.build(copy.deepcopy(config.model))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     detector.to(device).train()
-    optimiser = torch.optim.AdamW(detector.parameters(), lr=0.0)
+    optimiser = torch.optim.AdamW(detector.parameters(), lr=0.0, fused=True)
     loader = registry.runner.MoERunner.build_dataloader(config.train_dataloader, seed=0)
     enabled = config.optim_wrapper.dtype is not None
     times: list[float] = []
@@ -278,7 +291,9 @@ def measure_times(config: Config) -> Times:
         optimiser.step()
         optimiser.zero_grad()
         times.append(time.perf_counter() - started)
-        if len(times) > _STEPS or time.perf_counter() - began > _SECONDS:
+        enough = torch.tensor(len(times) > _STEPS or time.perf_counter() - began > _SECONDS)
+        broadcast(enough)  # all ranks end together
+        if enough:
             break
     if not times:
         raise UserError("fewer pictures than a batch can be read")
@@ -292,59 +307,52 @@ def measure_times(config: Config) -> Times:
     return Times(float(np.mean(times[1:] or times)) + 0.2 * reading, validation)
 
 
-def seconds_of(recipe: Recipe, times: Times, labelled: Labelled, ranks: int = 1) -> float:
-    """The expected seconds of a training, with its validations and the last one."""
-    counts = {name: len(content["images"]) for name, content in labelled.splits.items()}
-    steps = -(-counts["train"] // (recipe.batch * ranks))
-    batches = -(-counts["val"] // (recipe.batch * ranks))
-    validations = -(-recipe.epochs // recipe.validate_every)
-    last = -(-counts.get("test", counts["val"]) // recipe.batch)
-    return recipe.epochs * steps * times.step + (validations * batches + last) * times.validation
-
-
 def within_minutes(
-    recipe: Recipe, times: Times, labelled: Labelled, given: Given, ranks: int, elapsed: float
+    recipe: Recipe, labelled: Labelled, times: Times, given: Given, ranks: int, elapsed: float
 ) -> tuple[Recipe, list[str]]:
-    """The recipe with a size and epochs that fit into the minutes, and lines about them."""
+    """The recipe with a size, time, validations and zoom for the minutes, and lines about them."""
     minutes = given.minutes or MINUTES
-    left = _SPARE * (60 * minutes - elapsed)
+    counts = {name: len(content["images"]) for name, content in labelled.splits.items()}
+    steps = math.ceil(counts["train"] / (recipe.batch * ranks))
+    validation = math.ceil(counts["val"] / (recipe.batch * ranks)) * times.validation
+    last = math.ceil(counts.get("test", counts["val"]) / recipe.batch) * times.validation
     lines = []
 
-    def fitting(one: Recipe, scale: float) -> Recipe:
-        scaled = Times(scale * times.step, scale * times.validation)
-        epochs = one.epochs
-        while epochs > 1 and seconds_of(_epochs(one, epochs), scaled, labelled, ranks) > left:
-            epochs = min(epochs - 1, round(0.95 * epochs))
-        return _epochs(one, epochs)
+    def time_of(size: list[int]) -> tuple[float, float]:
+        """The seconds of training, and how many passes fit into them."""
+        scale = float(np.prod(size) / np.prod(recipe.size))
+        seconds = max(_SPARE * (60 * minutes - elapsed) - scale * (validation + last), 1.0)
+        return seconds, seconds / (scale * steps * times.step)
 
-    chosen, scale = recipe, 1.0
+    size, (seconds, passes) = recipe.size, time_of(recipe.size)
+    sides = [(row["width"], row["height"]) for row in labelled.splits["train"]["images"]]
+    smaller = [side for side in _SIZES if 256 <= side < max(recipe.size)]
+    while passes < _FEW_EPOCHS and smaller and given.size is None and given.epochs is None:
+        size = canvas(smaller.pop(), sides)
+        seconds, passes = time_of(size)
+    if size != recipe.size:
+        lines.append(
+            f"size {size[0]} x {size[1]} px instead: at the larger one fewer than {_FEW_EPOCHS}"
+            f" passes fit into {minutes:g} minutes"
+        )
+    epochs, reason = recipe.epochs, f"{_PASSES:,} pictures in all, in 20 to 300 passes"
+    if given.epochs is not None:
+        reason = "given"
+    elif passes < epochs:
+        epochs = max(1, round(passes))
+        reason = f"about as many as fit into {minutes:g} minutes (--minutes), which end it"
+    scale = float(np.prod(size) / np.prod(recipe.size))
+    training = scale * epochs * steps * times.step
+    validations = int(min(max(_VALIDATED * training / (scale * validation), 1), _VALIDATIONS))
+    chosen = replace(recipe, size=size, validations=validations)
     if given.epochs is None:
-        chosen = fitting(recipe, 1.0)
-        sides = [(row["width"], row["height"]) for row in labelled.splits["train"]["images"]]
-        smaller = [side for side in reversed(_SIZES) if 256 <= side < max(recipe.size)]
-        while chosen.epochs < _FEW_EPOCHS and smaller and given.size is None:
-            size = canvas(smaller.pop(0), sides)
-            scale = float(np.prod(size) / np.prod(recipe.size))
-            chosen = fitting(replace(recipe, size=size), scale)
-        if chosen.size != recipe.size:
-            lines.append(
-                f"size {chosen.size[0]} x {chosen.size[1]} px instead: at the larger one fewer than"
-                f" {_FEW_EPOCHS} passes fit into {minutes:g} minutes"
-            )
-    reason = _why(given.epochs, f"{_PASSES:,} pictures in all, in 20 to 300 passes")
-    if chosen.epochs < recipe.epochs:
-        reason = f"as many as fit into {minutes:g} minutes (--minutes)"
+        chosen = replace(chosen, seconds=round(seconds, 1))
+    if epochs < _LESS_ZOOM[0]:
+        chosen = replace(chosen, zoom=_LESS_ZOOM[1])
     lines.append(
-        f"epochs {chosen.epochs}: {reason}; validated every {chosen.validate_every}, ends after 4"
-        " without a better one"
+        f"epochs {epochs}: {reason}; {validations} validations, ends after 4 without a better one"
     )
-    scaled = Times(scale * times.step, scale * times.validation)
-    seconds = seconds_of(chosen, scaled, labelled, ranks)
-    speed = chosen.batch * ranks / scaled.step
-    lines.append(f"expected duration: {in_words(seconds)}, at {speed:.1f} pictures a second")
+    expected = training + scale * (validations * validation + last)
+    speed = recipe.batch * ranks / (scale * times.step)
+    lines.append(f"expected duration: {in_words(expected)}, at {speed:.1f} pictures a second")
     return chosen, lines
-
-
-def _epochs(recipe: Recipe, epochs: int) -> Recipe:
-    every = max(1, round(epochs / _VALIDATIONS))
-    return replace(recipe, epochs=epochs, validate_every=every)

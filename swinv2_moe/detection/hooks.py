@@ -1,7 +1,12 @@
 """Hooks of mmengine's runner: checkpoints in the per-expert store, and the tuners of MoE layers."""
 
+import math
+import sys
+import time
 from pathlib import Path
 
+import torch
+from mmengine.dist import broadcast
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -17,6 +22,8 @@ from swinv2_moe.train.tuning import Tuning
 
 _RECORD = record({"score": NUMBER}, {"checkpoint": RELATIVE_PATH})
 _MAX_RECORD = 1 << 20  # bytes
+_LEAST_RATE = 0.01  # share of the full learning rate
+_SAVED = 0.1  # progress between checkpoints
 
 
 @HOOKS.register_module()
@@ -27,7 +34,7 @@ class ExpertStoreHook(Hook):
     its experts; otherwise only the main rank writes.
 
     Args:
-        interval: epochs or iterations between checkpoints.
+        interval: epochs or iterations between checkpoints; None: as CycleHook says.
         by_epoch: `interval` counts epochs; False: iterations.
         keep_last: number of newest checkpoints to keep, besides `best`.
         save_best: the metric of `best`, where larger is better. None: no `best`.
@@ -37,7 +44,7 @@ class ExpertStoreHook(Hook):
 
     def __init__(
         self,
-        interval: int = 1,
+        interval: int | None = 1,
         by_epoch: bool = True,
         keep_last: int = 1,
         save_best: str | None = None,
@@ -62,13 +69,15 @@ class ExpertStoreHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch=None, outputs=None
     ) -> None:
-        due = self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)
-        if not self.by_epoch and due:
+        if self.by_epoch or self.interval is None:
+            return
+        if self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner):
             self._save(runner, runner.epoch, runner.iter + 1)
 
     def after_train_epoch(self, runner: Runner) -> None:
+        interval = self.interval or runner.train_loop.save_interval
         if self.by_epoch and (
-            self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)
+            self.every_n_epochs(runner, interval) or self.is_last_train_epoch(runner)
         ):
             self._save(runner, runner.epoch + 1, runner.iter)
 
@@ -152,6 +161,64 @@ def _plain(values: dict) -> dict:
     return {
         key: value for key, value in values.items() if key != "params" and isinstance(value, kinds)
     }
+
+
+@HOOKS.register_module()
+class CycleHook(Hook):
+    """The learning rate of a training that ends with its epochs or its time, whichever is first: a
+    linear warm-up, then half a cosine of the progress, which is the share of the epochs or of the
+    time, whichever is more. Checkpoints and validations are evenly distributed over it.
+
+    The progress is kept in the optimiser's groups, and so in checkpoints: a continued training has
+    the time that was left.
+
+    Args:
+        seconds: of training and validations; None: as long as the epochs take.
+        validations: how many at most, beside the last one.
+        warm_up: steps.
+    """
+
+    def __init__(self, seconds: float | None, validations: int, warm_up: int = 20) -> None:
+        self.seconds, self.share, self.warm_up = seconds, 1 / validations, warm_up
+
+    def before_train(self, runner: Runner) -> None:
+        self.groups, self.iterations = runner.optim_wrapper.param_groups, runner.max_iters
+        for group in self.groups:
+            group.setdefault("full_lr", group["lr"])
+            group.setdefault("progress", 0.0)
+        self.saved = self.validated = self.groups[0]["progress"]
+        self.began = time.monotonic() - self.saved * (self.seconds or 0.0)
+        self._end_in_time(runner, runner.epoch)
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch=None) -> None:
+        progress = runner.iter / self.iterations
+        if self.seconds is not None:
+            spent = torch.tensor((time.monotonic() - self.began) / self.seconds)
+            broadcast(spent)  # the rate is the same on all ranks
+            progress = min(max(progress, float(spent)), 1.0)
+            if runner.iter:  # for the time that the log says is left
+                runner.train_loop._max_iters = round(runner.iter / progress)
+        scale = min(1.0, (runner.iter + 1) / self.warm_up)
+        scale *= max(_LEAST_RATE, (1 + math.cos(math.pi * progress)) / 2)
+        for group in self.groups:
+            group["lr"], group["progress"] = scale * group["full_lr"], progress
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        loop, epoch, progress = runner.train_loop, runner.epoch + 1, self.groups[0]["progress"]
+        self._end_in_time(runner, epoch)
+        loop.save_interval = loop.val_interval = sys.maxsize
+        if progress - self.validated >= self.share - 1e-3:
+            loop.save_interval = loop.val_interval = epoch
+            self.saved = self.validated = progress
+        elif progress - self.saved >= _SAVED - 1e-3:
+            loop.save_interval, self.saved = epoch, progress
+        loop.dynamic_intervals = [loop.val_interval]  # from which the loop takes it
+
+    def _end_in_time(self, runner: Runner, epoch: int) -> None:
+        """Make an epoch the last one if less than half a further one fits into the time."""
+        progress = self.groups[0]["progress"]
+        if self.seconds is not None and epoch and 1 - progress < progress / epoch / 2:
+            runner.train_loop._max_epochs = epoch
 
 
 class TuningHook(Hook):

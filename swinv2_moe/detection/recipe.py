@@ -5,7 +5,7 @@ The detector is GFL (arXiv 2006.04388), a single-stage one, with two convolution
 each branch, on the maps of stride 8, 16 and 32.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from swinv2_moe.forms import (
 
 FILE = "detector.json"  # of a run
 _CHANNELS = 96  # of neck and head
-_ZOOM = (0.6, 1.6)
 _MAX_BYTES = 1 << 26
 _FORM = record(
     {
@@ -38,10 +37,14 @@ _FORM = record(
         "batch": POSITIVE_COUNT,
         "epochs": POSITIVE_COUNT,
         "lr": POSITIVE_NUMBER,
-        "validate_every": POSITIVE_COUNT,
         "dtype": or_null(TEXT),
         "seed": COUNT,
-    }
+    },
+    {  # of runs from before 1.0.0 they are missing
+        "zoom": list_of(POSITIVE_NUMBER, 2),
+        "seconds": or_null(POSITIVE_NUMBER),
+        "validations": POSITIVE_COUNT,
+    },
 )
 
 
@@ -54,8 +57,10 @@ class Recipe:
         size: width and height of what the detector sees, in pixels.
         backbone: arguments of SwinV2MoE.
         batch: pictures of a step, in each process.
-        validate_every: epochs between validations.
         dtype: of autocast in training; None: fp32.
+        zoom: smallest and largest factor of training pictures.
+        seconds: the time of training and validations; None: no limit.
+        validations: their number at most, beside the last one.
     """
 
     data: str
@@ -65,9 +70,11 @@ class Recipe:
     batch: int
     epochs: int
     lr: float
-    validate_every: int = 1
     dtype: str | None = None
     seed: int = 0
+    zoom: list[float] = field(default_factory=lambda: [0.6, 1.6])
+    seconds: float | None = None
+    validations: int = 10
 
     def write(self, run: Path) -> None:
         """Write `detector.json`. Raises UserError if it cannot be written."""
@@ -90,27 +97,23 @@ def read_recipe(run: Path) -> Recipe:
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{run / FILE}: cannot be read ({error})") from error
-    return Recipe(**{name: content[name] for name in Recipe.__dataclass_fields__})
+    names = Recipe.__dataclass_fields__.keys() & content.keys()
+    return Recipe(**{name: content[name] for name in names})
 
 
 def mmengine_config(recipe: Recipe, run: Path) -> Config:
     """The configuration of mmengine's runner; the annotations are those in `data/` of the run."""
     pretrained = recipe.backbone.get("pretrained")
     files = {split: str(run.absolute() / "data" / f"{split}.json") for split in ("train", "val")}
-    every = recipe.validate_every
     loaders = _loaders(recipe, files)
     metric = {"type": "FasterCocoMetric", "ann_file": files["val"], "metric": "bbox"}
-    store = {"type": "ExpertStoreHook", "interval": every, "keep_last": 1}
+    store = {"type": "ExpertStoreHook", "interval": None, "keep_last": 1}
     stop = {"type": "EarlyStoppingHook", "monitor": "coco/bbox_mAP", "rule": "greater"}
-    warm_up = {"type": "LinearLR", "start_factor": 0.01, "by_epoch": True, "begin": 0}
-    warm_up |= {"end": max(1, recipe.epochs // 20), "convert_to_iter_based": True}
-    cosine = {"type": "CosineAnnealingLR", "eta_min": 0, "by_epoch": True, "begin": 0}
-    cosine |= {"end": recipe.epochs, "convert_to_iter_based": True}
-    loop = {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs, "val_interval": every}
+    cycle = {"type": "CycleHook", "seconds": recipe.seconds, "validations": recipe.validations}
     optimiser = {
         "type": "MoEOptimWrapper",
         "constructor": "LayerDecayConstructor",
-        "optimizer": {"type": "AdamW", "lr": recipe.lr, "weight_decay": 0.05},
+        "optimizer": {"type": "AdamW", "lr": recipe.lr, "weight_decay": 0.05, "fused": True},
         "paramwise_cfg": {"layer_decay": 0.85 if pretrained else 1.0},
         "clip_grad": {"max_norm": 10.0},
         "dtype": recipe.dtype,
@@ -126,16 +129,15 @@ def mmengine_config(recipe: Recipe, run: Path) -> Config:
             "test_dataloader": loaders["val"],
             "val_evaluator": metric,
             "test_evaluator": metric,
-            "train_cfg": loop,
+            "train_cfg": {"type": "EpochBasedTrainLoop", "max_epochs": recipe.epochs},
             "val_cfg": {"type": "ValLoop"},
             "test_cfg": {"type": "TestLoop"},
-            "param_scheduler": [warm_up, cosine],
             "optim_wrapper": optimiser,
             "default_hooks": {
                 "logger": {"type": "LoggerHook", "interval": 20},
                 "checkpoint": store | {"save_best": "coco/bbox_mAP"},
             },
-            "custom_hooks": [stop | {"patience": 4, "min_delta": 0.001}],
+            "custom_hooks": [cycle, stop | {"patience": 4, "min_delta": 0.001}],
             "randomness": {"seed": recipe.seed},
         }
     )
@@ -149,7 +151,7 @@ def _loaders(recipe: Recipe, files: dict[str, str]) -> dict[str, dict[str, Any]]
     colours = {"type": "YOLOXHSVRandomAug"}  # writes into the picture: before rows are reversed
     flip = {"type": "mmdet.RandomFlip", "prob": 0.5}
     pipelines = {
-        "train": [load, canvas | {"zoom": _ZOOM}, colours, flip, pack],
+        "train": [load, canvas | {"zoom": tuple(recipe.zoom)}, colours, flip, pack],
         "val": [load, canvas, pack],
     }
     loaders = {}
@@ -196,7 +198,7 @@ def model(recipe: Recipe) -> dict[str, Any]:
     }
     assigner = {"type": "ATSSAssigner", "topk": 9}
     nms = {"type": "nms", "iou_threshold": 0.6}
-    test = {"nms_pre": 1000, "min_bbox_size": 0, "score_thr": 0.02, "nms": nms}
+    test = {"nms_pre": 1000, "min_bbox_size": 0, "score_thr": 0.005, "nms": nms}
     return {
         "type": "MoEGFL",
         "data_preprocessor": preprocessor,

@@ -1,6 +1,7 @@
 """swinv2_moe.detection.optim: parameter groups and steps of a detector."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from detection_cases import TINY_BACKBONE
 from mmengine.optim import build_optim_wrapper
 
 from moe_core.ops.native import instruction_sets
-from swinv2_moe.detection import optim, run
+from swinv2_moe.detection import hooks, optim, run
+from swinv2_moe.detection.hooks import CycleHook
 from swinv2_moe.errors import UserError
 
 
@@ -167,3 +169,69 @@ def test_accumulation():
 def test_one_line_for_bad_values(keys, message):
     with pytest.raises(UserError, match=message):
         wrapper_of(Model(), **keys)
+
+
+class Training:
+    """mmengine's runner, as far as CycleHook sees it: epochs of ten steps, each of which takes a
+    second, and validations of two seconds."""
+
+    def __init__(
+        self, monkeypatch, hook: CycleHook, epochs: int, groups: list[dict], done: int = 0
+    ) -> None:
+        self.epoch, self.iter, self.max_iters = done, 10 * done, 10 * epochs
+        self.time = 1000.0
+        self.optim_wrapper = SimpleNamespace(param_groups=groups)
+        self.train_loop = SimpleNamespace(_max_epochs=epochs)
+        self.rates, self.validated, self.saved, self.hook = [], [], [], hook
+        monkeypatch.setattr(hooks.time, "monotonic", lambda: self.time)
+        hook.before_train(self)
+
+    def run(self, epochs: int = 1000) -> "Training":
+        """Until the end, or after so many epochs more."""
+        end = self.epoch + epochs
+        while self.epoch < min(end, self.train_loop._max_epochs):
+            for step in range(10):
+                self.hook.before_train_iter(self, step)
+                self.rates.append(self.optim_wrapper.param_groups[0]["lr"])
+                self.iter, self.time = self.iter + 1, self.time + 1
+            self.hook.after_train_epoch(self)
+            self.epoch += 1
+            last = self.epoch == self.train_loop._max_epochs
+            if self.epoch % self.train_loop.save_interval == 0 or last:
+                self.saved.append(self.epoch)
+            if self.epoch % self.train_loop.val_interval == 0 or last:
+                self.validated.append(self.epoch)
+                self.time += 2
+        return self
+
+
+def test_a_cycle_of_epochs(monkeypatch):
+    training = Training(monkeypatch, CycleHook(None, 5), 20, [{"lr": 0.2}, {"lr": 0.1}]).run()
+    rates = training.rates
+    assert len(rates) == 200
+    assert rates[:2] == pytest.approx([0.01, 0.02], rel=1e-3)
+    assert max(rates) == pytest.approx(0.2, rel=0.03)
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[-1] == pytest.approx(0.002)
+    assert training.optim_wrapper.param_groups[1]["lr"] == pytest.approx(0.001)
+    assert len(training.validated) <= 6
+    assert training.validated[-1] == training.saved[-1] == 20
+    assert set(training.validated) < set(training.saved)
+    assert 8 <= len(training.saved) <= 12
+
+
+def test_a_cycle_ends_with_the_time_and_is_continued(monkeypatch):
+    groups = [{"lr": 0.2}]
+    whole = Training(monkeypatch, CycleHook(100.0, 3), 50, groups).run()
+    assert whole.epoch == 10  # after nine, more than half an epoch is left
+    assert len(whole.validated) in (3, 4)
+    assert whole.rates[-1] < 0.01
+    groups = [{"lr": 0.2}]
+    killed = Training(monkeypatch, CycleHook(100.0, 3), 50, groups).run(4)
+    assert killed.epoch == 4
+    saved = [dict(group) for group in groups]
+    rest = Training(monkeypatch, CycleHook(100.0, 3), 50, saved, done=4).run()
+    assert 8 <= rest.epoch <= 10
+    assert rest.rates[0] == pytest.approx(killed.rates[-1], rel=0.1)
+    assert rest.rates[-1] < 0.01
+    assert Training(monkeypatch, CycleHook(100.0, 3), 50, saved, rest.epoch).run().rates == []
