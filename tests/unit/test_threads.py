@@ -102,8 +102,8 @@ def test_a_command_chooses_before_torch_is_there():
         "threads.idle_cores = lambda seconds: 1.0\n"
         "os.sched_getaffinity = lambda pid: set(range(8))\n"
         "from swinv2_moe.commands import run\n"
-        "from swinv2_moe.commands import evaluate\n"
-        "evaluate.check_run = lambda run: None\n"  # which ends before torch is imported
+        "from swinv2_moe import input_paths\n"
+        "input_paths.check_run = lambda run: None\n"  # which ends before torch is imported
         "sys.argv = ['tools/evaluate.py', '--resume', 'nowhere']\n"
         "try:\n"
         "    run('evaluate')\n"
