@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # the same names for type checkers and editors
     from moe_core.ops import check_kernels, cpu_computes_in, release_buffers
     from moe_core.torch_tools import ignore_experts
     from moe_core.training import (
-        WithoutExperts,
         average_expert_gradients,
         cast_ahead,
         clip_gradients,
@@ -102,7 +101,6 @@ __all__ = [
     "Registry",
     "RoutingScores",
     "RoutingStats",
-    "WithoutExperts",
     "average_expert_gradients",
     "cast_ahead",
     "check_kernels",

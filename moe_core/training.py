@@ -30,7 +30,7 @@ from moe_core.layer import MoELayer
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
 from moe_core.parallel.gather import weights_ahead
 from moe_core.registry import ALL_TO_ALLS
-from moe_core.torch_tools import ignore_experts, is_averaged, set_averaged
+from moe_core.torch_tools import is_averaged, set_averaged
 
 _log = logging.getLogger("moe_core")
 
@@ -253,11 +253,6 @@ def gather_ahead(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator
         for group, layers in gathering.items():
             stack.enter_context(weights_ahead(layers, group, dtype))
         yield
-
-
-def WithoutExperts(model: nn.Module) -> nn.Module:
-    """Deprecated name of `ignore_experts`. It no longer hides the experts from optimisers."""
-    return ignore_experts(model)
 
 
 @torch.no_grad()

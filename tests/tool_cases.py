@@ -1,7 +1,8 @@
 """A command of tools/ or data/, run in this process; how calls are refused; what files hold."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -63,6 +64,25 @@ def script(name: str) -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def models_counted_once() -> Iterator[None]:
+    """Within it trainings in this process count the parameters and MACs of equal models once: of a
+    training of a second that is half."""
+    from swinv2_moe.train import run  # the engine's tests do without it
+
+    measure, counted = run.measure_model, {}
+
+    def measure_once(config, num_classes: int):
+        key = (repr(config), num_classes)
+        if key not in counted:
+            counted[key] = measure(config, num_classes)
+        return counted[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "measure_model", measure_once)
+        yield
 
 
 def assert_one_line(finished: Finished, says: str) -> None:

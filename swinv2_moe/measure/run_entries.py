@@ -17,10 +17,8 @@ from swinv2_moe.forms import (
     record,
 )
 
-_STRATEGY = record(
-    {"event": TEXT, "layers": TEXT, "from": or_null(TEXT), "to": TEXT}
-    | dict.fromkeys(("ms", "ms_before"), or_null(NUMBER))
-)
+# lines of earlier versions have "from" and "ms_before", too
+_STRATEGY = record({"event": TEXT, "layers": TEXT, "to": TEXT, "ms": or_null(NUMBER)})
 _LAYERS = object_of(TEXT, record({"load": list_of(NUMBER)}))
 # The form of a line of metrics.jsonl, by the key that identifies its kind. All else are numbers.
 _LINES = {

@@ -64,7 +64,7 @@ def decide_rate(
     if losses[best] > (1 - _CLEARLY) * losses[1.0]:
         best = 1.0
     lines = [
-        f"learning rates by {epochs} epochs each, on {data.val_size:,} held-out pictures:",
+        f"learning rates, epochs of each: {epochs}, on {data.val_size:,} held-out pictures:",
         *(
             f"  TRAIN.BASE_LR {factor * sections.train.base_lr:.2g}: log loss {loss:.2f}"
             for factor, loss in losses.items()

@@ -9,7 +9,7 @@ from torch import nn
 
 pytest.importorskip("deepspeed", reason="needs the deepspeed extra")
 
-from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
+from moe_core import MoEConfig, MoELayer, average_expert_gradients, ignore_experts
 from moe_core.compat.deepspeed import mark_experts
 from moe_core.parallel import make_expert_groups
 
@@ -53,7 +53,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain_losses(rank: int, size: int) -> list[float]:
     model = build(size)
-    wrapped = nn.parallel.DistributedDataParallel(WithoutExperts(model))
+    wrapped = nn.parallel.DistributedDataParallel(ignore_experts(model))
     optimizer = adam(model)
     losses = []
     for x, labels in batches(rank):

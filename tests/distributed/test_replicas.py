@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import (
     MoELayer,
-    WithoutExperts,
     average_expert_gradients,
     clip_gradients,
     expert_parameters,
     global_grad_norm,
+    ignore_experts,
     load_tensors,
     save_tensors,
 )
@@ -99,7 +99,7 @@ def check_training(rank: int, world_size: int, size: int, num_experts: int) -> N
 
 
 def wrap(model: nn.Module, **options) -> nn.Module:
-    return DistributedDataParallel(WithoutExperts(model), **options)
+    return DistributedDataParallel(ignore_experts(model), **options)
 
 
 def part_of(whole: Tensor, model: nn.Module, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from traffic import count_traffic
 
-from moe_core import MoEConfig, MoELayer, WithoutExperts, average_expert_gradients
+from moe_core import MoEConfig, MoELayer, average_expert_gradients, ignore_experts
 from moe_core.parallel import (
     ExpertGroup,
     ParallelStrategy,
@@ -329,7 +329,7 @@ def many_random_steps(rank: int, num_steps: int) -> None:
     model = Stack([shared, shared, dist.group.WORLD, shared], num_experts)
     single = Stack([None] * 4, num_experts)
     one_router_a_bucket = 0.0001  # MB
-    parallel = DistributedDataParallel(WithoutExperts(model), bucket_cap_mb=one_router_a_bucket)
+    parallel = DistributedDataParallel(ignore_experts(model), bucket_cap_mb=one_router_a_bucket)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02) for m in (model, single)]
     choose = random.Random(0)
     for _ in range(num_steps):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gloo_processes import Outcome, Processes, run_script
 from PIL import Image
-from tool_cases import Finished, command, words
+from tool_cases import Finished, command, models_counted_once, words
 
 from swinv2_moe.checkpoints.meta import read_meta
 from swinv2_moe.config import load_config
@@ -27,6 +27,12 @@ RUN = (
     "DATA.DATASET folder AUG.MIXUP 0 AUG.CUTMIX 0 TRAIN.BASE_LR 3e-2 MODEL.MOE.NUM_EXPERTS 6"
     " MODEL.MOE.EVAL_CAPACITY_FACTOR 1.25 DATA.INTERPOLATION bilinear"
 )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_counting():
+    with models_counted_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 import sklearn.datasets
 import torch
 from run_cases import saver_of
+from tool_cases import models_counted_once
 from yacs.config import CfgNode
 
 from swinv2_moe.config import all_sections, load_config
@@ -32,6 +33,12 @@ SMALL = {
     "PRINT_FREQ": 1,
     "DEVICE": "cpu",
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_counting():
+    with models_counted_once():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
