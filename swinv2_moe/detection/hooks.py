@@ -182,7 +182,8 @@ class CycleHook(Hook):
         self.seconds, self.share, self.warm_up = seconds, 1 / validations, warm_up
 
     def before_train(self, runner: Runner) -> None:
-        self.groups, self.iterations = runner.optim_wrapper.param_groups, runner.max_iters
+        self.groups = runner.optim_wrapper.param_groups
+        self.iterations, self.epochs = runner.max_iters, runner.train_loop._max_epochs
         for group in self.groups:
             group.setdefault("full_lr", group["lr"])
             group.setdefault("progress", 0.0)
@@ -195,7 +196,10 @@ class CycleHook(Hook):
         if self.seconds is not None:
             spent = torch.tensor((time.monotonic() - self.began) / self.seconds)
             broadcast(spent)  # the rate is the same on all ranks
-            progress = min(max(progress, float(spent)), 1.0)
+            end = (
+                self.iterations * (runner.epoch + 1) / self.epochs
+            )  # of this epoch, at the earliest
+            progress = max(progress, min(float(spent), (runner.iter + 1) / end))
             if runner.iter:  # for the time that the log says is left
                 runner.train_loop._max_iters = round(runner.iter / progress)
         scale = min(1.0, (runner.iter + 1) / self.warm_up)

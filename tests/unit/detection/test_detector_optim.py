@@ -1,5 +1,6 @@
 """swinv2_moe.detection.optim: parameter groups and steps of a detector."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -226,6 +227,9 @@ def test_a_cycle_ends_with_the_time_and_is_continued(monkeypatch):
     assert whole.epoch == 10  # after nine, more than half an epoch is left
     assert len(whole.validated) in (3, 4)
     assert whole.rates[-1] < 0.01
+    slow = Training(monkeypatch, CycleHook(2.0, 3, 1), 50, [{"lr": 0.2}]).run()
+    assert slow.epoch == 1  # an epoch at least, over all of which the rate falls
+    assert slow.rates[5] == pytest.approx(0.2 * (1 + math.cos(math.pi * 0.6)) / 2)
     groups = [{"lr": 0.2}]
     killed = Training(monkeypatch, CycleHook(100.0, 3), 50, groups).run(4)
     assert killed.epoch == 4
