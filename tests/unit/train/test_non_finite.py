@@ -156,8 +156,10 @@ def test_one_more_stops_the_run(make_trainer):
 
 def test_a_loss_that_is_not_finite_with_a_gradient_that_is(make_trainer):
     trainer = make_trainer({"DATA.BATCH_SIZE": 16})
-    loss = trainer.step.loss
-    trainer.step.loss = lambda *inputs: ((found := loss(*inputs))[0] + float("inf"), found[1])
+    losses = trainer.step.losses
+    trainer.step.losses = lambda *inputs: (
+        (found := losses(*inputs)) | {"loss": found["loss"] + float("inf")}
+    )
     before = [parameter.clone() for parameter in trainer.step.model.parameters()]
     with pytest.raises(UserError, match=r"step 1: .* begins at the loss itself"):
         trainer.train_step([next(iter(trainer.data.train_loader))])
