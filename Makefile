@@ -11,7 +11,7 @@ LOG    := $(VENV)/install.log
 $(shell test -x $(PY) || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train detection bench bench-gpu docs wheel test test-random test-slow test-newest lint clean compiler
+.PHONY: help setup train detection bench bench-gpu docs wheel test suite test-random test-slow test-newest lint rules types clean compiler
 
 help:
 	@echo "make train   train SwinV2-MoE and its dense twin on scikit-learn's digits, into output/quickstart"
@@ -66,8 +66,10 @@ wheel: $(VENV)/.installed-run
 # By file: what a module's tests share is made once. A thread for each process: their tensors are tiny.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# The same order and the same examples of Hypothesis in every run.
-test: lint $(VENV)/.installed-detection
+# The same order and the same examples of Hypothesis in every run. mypy, which takes a minute without its cache, runs beside the tests.
+test: rules $(VENV)/.installed-detection
+	@$(MAKE) --no-print-directory -j2 types suite
+suite:
 	$(PYTEST) --randomly-seed=1
 
 # Another order and other examples in every run: make test-random SEED=N repeats one.
@@ -85,13 +87,17 @@ test-newest:
 	@$(MAKE) --no-print-directory test VENV=$(NEWEST) UNPINNED='torch|torchvision' TYPES=true \
 	  NO_DETECTION='echo "Going on without detection, whose tests skip."'
 
-TYPES = $(PY) -m mypy
-lint: $(VENV)/.installed-test
+lint: rules types
+
+rules: $(VENV)/.installed-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(TYPES)
 	$(PY) tests/lint.py
 	$(PY) tests/ceilings.py
+
+TYPES = $(PY) -m mypy
+types: $(VENV)/.installed-test
+	$(TYPES)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

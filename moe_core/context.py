@@ -26,14 +26,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
-def expert_input(tokens: Tensor, group_size: int) -> Tensor:
-    """The tokens in the dtype of the experts.
-
-    Over several ranks the result requires a gradient even if the tokens do not, because either all
-    ranks or none must run the backward pass.
-    """
-    tokens = tokens.to(expert_dtype(tokens))
-    if group_size > 1 and torch.is_grad_enabled() and not tokens.requires_grad:
+def requiring_gradient(tokens: Tensor) -> Tensor:
+    """Tokens that require a gradient where gradients are enabled: either all ranks or none must run
+    the backward pass."""
+    if torch.is_grad_enabled() and not tokens.requires_grad:
         return tokens.detach().requires_grad_()
     return tokens
 

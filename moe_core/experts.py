@@ -18,7 +18,9 @@ from moe_core.context import expert_dtype
 from moe_core.ops import (
     DispatchPlan,
     ExpertWeights,
+    Kernels,
     casts_weights,
+    chosen,
     empty,
     expert_ffn,
     moe_ffn,
@@ -242,6 +244,7 @@ class Experts(nn.Module):
         weights: Callable[[], ExpertWeights] | None = None,
         gates: Tensor | None = None,
         plan: DispatchPlan | None = None,
+        kernels: Kernels | None = None,
     ) -> Tensor:
         """Apply the network of each expert to the expert's rows.
 
@@ -252,6 +255,7 @@ class Experts(nn.Module):
                 the hooks of this module. None: `self.weights`.
             gates: gate values [T, K], only with a `plan`; None: all 1.
             plan: if given, dispatch and combine are part of this call.
+            kernels: those of the layer's pass; None: chosen here.
 
         Returns:
             A tensor of the shape of x.
@@ -268,7 +272,7 @@ class Experts(nn.Module):
         dropout = 0.0
         if self.training:
             dropout = config.hidden_dropout
-        settings = (config.activation, dropout, config.kernels)
+        settings = (config.activation, dropout, kernels or chosen(config.kernels, x))
         if plan is None:
             return expert_ffn(x, used, offsets, *settings)
         casts = None

@@ -18,7 +18,7 @@ from moe_core.capacity import (
     routing_stats,
 )
 from moe_core.config import MoEConfig
-from moe_core.context import expert_input, in_backward, in_transform
+from moe_core.context import expert_dtype, in_backward, in_transform, requiring_gradient
 from moe_core.experts import Experts, SharedExperts
 from moe_core.ops import DispatchPlan, chosen, make_plan
 from moe_core.parallel import ExpertGroup, ParallelStrategy, Tuner
@@ -241,7 +241,9 @@ class MoELayer(HasExperts):
             before_pass(self)
         routing = self.routing.route(x, call)
         assert routing.inputs is not None
-        inputs = expert_input(routing.inputs, self.group.size)  # [N, M]
+        inputs = routing.inputs.to(expert_dtype(x))  # [N, M]
+        if self.group.size > 1:
+            inputs = requiring_gradient(inputs)
         exchange, trial, layer_call = call.exchange, None, None
         if self.group.size > 1:
             layer_call = LayerCall(self.group.calls, self)
@@ -250,21 +252,14 @@ class MoELayer(HasExperts):
 
         if trial is not None:
             inputs = trial.begin(inputs)
-        agreement = exchange.agree(
-            routing.expert_ids, routing.top_k, routing.capacity_factor, layer_call
-        )
-        priority = routing.priority
-        if agreement.capacity is None:
+        ids, priority = routing.expert_ids, routing.priority
+        agreement = exchange.agree(ids, routing.top_k, routing.capacity_factor, layer_call)
+        capacity = agreement.capacity
+        if capacity is None:
             priority = None  # no choice is dropped, so no token comes first
-        plan = make_plan(
-            routing.expert_ids,
-            self.config.num_experts,
-            agreement.capacity,
-            priority,
-            call.kernels,
-        )
+        plan = make_plan(ids, self.config.num_experts, capacity, priority, call.kernels)
         self._keep_statistics(routing, plan)
-        choices = Choices(routing.gates, plan, agreement)
+        choices = Choices(routing.gates, plan, agreement, call.kernels)
         y = exchange(self.experts, inputs, choices)  # [N, M]
         if trial is not None:
             y = trial.end(y)

@@ -120,11 +120,10 @@ def activations() -> tuple[str, ...]:
 
 def check_activation(name: str, gated: bool) -> None:
     """Raise ValueError if `name` is not an activation of gated (or not gated) experts."""
-    if name in GATED_ACTIVATIONS:
-        if not gated:
-            raise ValueError(f"activation ({name!r}) needs gated (False) to be True")
-    elif name not in ACTIVATIONS:
+    if name not in GATED_ACTIVATIONS:
         ACTIVATIONS.check(name)
+    elif not gated:
+        raise ValueError(f"activation ({name!r}) needs gated (False) to be True")
 
 
 def register_router(name: str) -> Callable[[Value], Value]:

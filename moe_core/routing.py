@@ -122,7 +122,7 @@ class ExpertChoice(TokenChoice):
         has_equal_images = self.group.size == 1 or self.group.has_equal_tokens
         if config.choose_per_image and not call.training and has_equal_images:
             factor = factor_by_image(factor, num_images, tokens.shape[0], config.num_experts)
-        logits = router_logits(call.router, tokens)
+        logits = _checked_logits(call.router, tokens, config)
         with without_autocast(tokens):
             routing = route_by_experts(logits, config, num_images, call.training)
         return routing._replace(inputs=tokens, top_k=call.top_k, capacity_factor=factor)
@@ -192,22 +192,29 @@ def logits_of(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor | 
     LinearRouter that nothing watches or replaces.
     """
     needs_logits = config.balance != "loss" or config.z_loss_weight > 0
-    if type(router) is not LinearRouter or needs_logits:
-        return router_logits(router, tokens)
-    hooks = [router._forward_hooks, router._forward_pre_hooks]
-    hooks += [router._backward_hooks, router._backward_pre_hooks]
-    if any(hooks) or "forward" in vars(router):  # a forward of its own: hooks of accelerate
-        return router_logits(router, tokens)
-    return LinearLogits(tokens, router.weight, expert_dtype(tokens))
+    if type(router) is LinearRouter and not needs_logits:
+        hooks = [router._forward_hooks, router._forward_pre_hooks]
+        hooks += [router._backward_hooks, router._backward_pre_hooks]
+        is_own = "forward" in vars(router)  # hooks of accelerate
+        fits = router.weight.shape == (config.num_experts, config.model_dim)
+        if fits and not is_own and not any(hooks):
+            return LinearLogits(tokens, router.weight, expert_dtype(tokens))
+    return _checked_logits(router, tokens, config)
 
 
-def _check_logits(logits: Tensor | LinearLogits, config: MoEConfig) -> None:
-    """Raise ValueError unless the logits are [T, E]."""
-    if len(logits.shape) != 2 or logits.shape[1] != config.num_experts:
+def _checked_logits(router: nn.Module, tokens: Tensor, config: MoEConfig) -> Tensor:
+    """The logits [T, E] of a router.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    logits = router_logits(router, tokens)
+    if logits.ndim != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(
             f"the router returned logits of shape {list(logits.shape)}, not [T,"
             f" {config.num_experts}]"
         )
+    return logits
 
 
 def _draw_noise(logits: Tensor | LinearLogits, config: MoEConfig) -> tuple[Tensor, float]:
@@ -244,7 +251,6 @@ def route_by_tokens(
 
     Source: arXiv 2206.03382, section 4.1; exact semantics as in its public code.
     """
-    _check_logits(logits, config)
     noise, noise_std = None, 0.0
     if training and config.gate_noise > 0:
         noise, noise_std = _draw_noise(logits, config)
@@ -314,7 +320,6 @@ def route_by_experts(logits: Tensor, config: MoEConfig, num_images: int, trainin
     Args:
         logits: [T, E], with the tokens of one image after the other.
     """
-    _check_logits(logits, config)
     noisy = logits
     if training and config.gate_noise > 0:
         noisy = add_noise(logits, *_draw_noise(logits, config))

@@ -75,6 +75,15 @@ def or_null(inner: Form) -> Form:
     return check
 
 
+def fits(form: Form, value: object) -> bool:
+    """Whether a value has the form."""
+    try:
+        form(value, "")
+    except ValueError:
+        return False
+    return True
+
+
 def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _LARGEST
 

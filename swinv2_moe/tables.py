@@ -4,7 +4,7 @@ time of a run. Imports no torch."""
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import rich.console
 from rich.box import MARKDOWN, SIMPLE_HEAD
@@ -163,31 +163,15 @@ class TransferBar(Progress):
         return bytes
 
 
-class Position(Protocol):
-    """The position in a run. `swinv2_moe.train.progress.Progress` implements this protocol."""
+class Position(NamedTuple):
+    """A position in a run."""
 
-    @property
-    def epochs(self) -> int:
-        """TRAIN.EPOCHS."""
-
-    @property
-    def max_steps(self) -> int:
-        """TRAIN.MAX_STEPS; 0: no limit."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs."""
-
-    @property
-    def epoch_step(self) -> int:
-        """Steps of the current epoch."""
-
-    @property
-    def step(self) -> int:
-        """Steps in all."""
+    epochs: int  # TRAIN.EPOCHS
+    max_steps: int  # TRAIN.MAX_STEPS; 0: no limit
+    steps_per_epoch: int
+    epoch: int  # complete epochs
+    epoch_step: int  # steps of the current epoch
+    step: int  # steps in all
 
 
 def steps_left(position: Position) -> int:
@@ -199,15 +183,17 @@ def steps_left(position: Position) -> int:
 
 
 def seconds_left(
-    position: Position, seconds_per_step: float, seconds_per_validation: float = 0.0
+    progress: Any, seconds_per_step: float, seconds_per_validation: float = 0.0
 ) -> float:
     """Seconds until the end of the run, with a validation after each epoch and after the last step.
 
     Args:
+        progress: a Position, or an object with its attributes.
         seconds_per_step: seconds per step, at the recent speed.
         seconds_per_validation: duration of the last validation; 0 before the first one, which makes
             the result too small.
     """
+    position = Position(*(getattr(progress, name) for name in Position._fields))
     steps = steps_left(position)
     validations = math.ceil((position.epoch_step + steps) / position.steps_per_epoch)
     return steps * seconds_per_step + validations * seconds_per_validation

@@ -127,6 +127,18 @@ def owned(whole: Tensor, layer: MoELayer, name: str) -> Tensor:
     return whole[first : first + count].chunk(num_parts, 1)[part]
 
 
+def step_of(layer: MoELayer, num_tokens: int, strategy: ParallelStrategy) -> dict[str, Tensor]:
+    """The output of one call on as many tokens, other ones on each rank, and every gradient."""
+    layer.zero_grad()
+    generator = torch.Generator().manual_seed(layer.group.rank)
+    shape, dtype = (num_tokens, layer.config.model_dim), next(layer.parameters()).dtype
+    x = torch.randn(shape, dtype=dtype, generator=generator, requires_grad=True)
+    y, aux_loss = layer(x, strategy=strategy)
+    (y.square().sum() + aux_loss).backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
 def route_by_torch(logits, noise, top_k, normalize, loss, noise_std):
     """gates, ids, probs and the sums of the loss; noise [T, E] or None."""
     settings = ops.RouteSettings(top_k, normalize, loss, noise_std, noise_std, "torch")

@@ -25,6 +25,8 @@ class Family(NamedTuple):
 _VIT = {"embed_dim": 16, "depth": 3, "num_heads": 2}
 _FOUR = {"depths": (1, 1, 1, 2)}
 _SWIN = _FOUR | {"embed_dim": 8, "num_heads": (1, 1, 2, 2), "drop_path_rate": 0.0}
+_WIDTHS = {"embed_dims": (8, 16, 24, 32)}
+_SEQUENCER = {"layers": (1, 1, 1, 2), "embed_dims": (8, 16, 16, 16), "hidden_sizes": (4, 4, 4, 4)}
 
 FAMILIES = [
     Family("ViT", "vit_tiny_patch16_224", 32, _VIT),
@@ -53,28 +55,28 @@ FAMILIES = [
     Family("Swin", "swin_tiny_patch4_window7_224", 56, _SWIN),
     Family("SwinV2", "swinv2_tiny_window8_256", 64, _SWIN),
     Family("SwinV2-CR", "swinv2_cr_tiny_224", 56, _SWIN),
-    Family("Twins", "twins_svt_small", 64, _FOUR),
+    Family("Twins", "twins_svt_small", 64, _FOUR | _WIDTHS | {"num_heads": (1,) * 4}),
     Family("DaViT", "davit_tiny", 64, _FOUR | {"embed_dims": (8,) * 4, "num_heads": (1,) * 4}),
-    Family("FocalNet", "focalnet_tiny_srf", 64),
-    Family("GCViT", "gcvit_xxtiny", 224),
+    Family("FocalNet", "focalnet_tiny_srf", 64, {"mlp_ratio": 1.0}),
+    Family("GCViT", "gcvit_xxtiny", 224, {"embed_dim": 16}),
     Family("NesT", "nest_tiny", 32),
-    Family("CoaT", "coat_lite_tiny", 64),
-    Family("CrossViT", "crossvit_tiny_240", 240),
+    Family("CoaT", "coat_lite_tiny", 64, _WIDTHS),
+    Family("CrossViT", "crossvit_tiny_240", 240, {"embed_dim": (8, 16), "num_heads": (1, 1)}),
     Family("TNT", "tnt_s_patch16_224", 32, {"depth": 3}),
-    Family("VOLO", "volo_d1_224", 64),
+    Family("VOLO", "volo_d1_224", 64, {"mlp_ratio": 1.0}),
     Family("MaxViT", "test_maxvit", 64),
     Family("CoAtNet (1x1 convolutions)", "test_coatnet", 64),
     Family("MobileViT", "mobilevit_xxs", 64),
     Family("EdgeNeXt", "edgenext_xx_small", 64),
-    Family("EfficientFormer", "efficientformer_l1", 224, {"num_vit": 2}),
-    Family("Next-ViT (1x1 convolutions)", "nextvit_small", 64),
+    Family("EfficientFormer", "efficientformer_l1", 224, _WIDTHS | {"num_vit": 2}),
+    Family("Next-ViT (1x1 convolutions)", "nextvit_small", 64, {"depths": (1, 1, 5, 2)}),
     Family("ConvNeXt", "test_convnext", 64),
     Family("ConvNeXt, 1x1 convolutions", "test_convnext2", 64),
     Family("InceptionNeXt (1x1 convolutions)", "inception_next_atto", 64),
     Family("PoolFormer (1x1 convolutions)", "poolformer_s12", 64),
-    Family("MLP-Mixer", "mixer_s32_224", 64),
+    Family("MLP-Mixer", "mixer_s32_224", 64, {"mlp_ratio": (0.5, 1.0)}),
     Family("ResMLP", "resmlp_12_224", 64),
-    Family("Sequencer2D", "sequencer2d_s", 64),
+    Family("Sequencer2D", "sequencer2d_s", 64, _SEQUENCER),
 ]
 # What experts cannot replace, or where there is nothing to replace.
 REFUSED = [

@@ -41,10 +41,10 @@ def no_reads_from_the_device() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_interpreted(file: str) -> None:
-    """The tests of a file's TestKernels, in a process with Triton's interpreter."""
+def run_interpreted(*files: str) -> None:
+    """The tests of the files' TestKernels, in a process with Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     command += ["-k", "TestKernels"]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert outcome.returncode == 0, outcome.stdout[-5000:] + outcome.stderr[-2000:]

@@ -10,10 +10,10 @@ torch operations compute the op or its gradients:
 
 `register_gradient` registers both. `schema_of` derives the arguments of an op from a named tuple.
 
-In eager mode an op with gradients is called through a torch.autograd.Function
-(`register_autograd`), which takes 0.03 ms for 25 arguments. The function that torch registers reads
-the whole schema again for each argument, which takes 0.2 ms. There the function of an `Op` is
-called, without torch's dispatcher, which takes another 0.02 ms.
+In eager mode an op with gradients is called through a torch.autograd.Function, which takes 0.03 ms
+for 25 arguments. The function that torch registers reads the whole schema again for each argument,
+which takes 0.2 ms. There the function of an `Op` is called, without torch's dispatcher, which takes
+another 0.02 ms.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from moe_core.context import in_backward, in_transform
+from moe_core.context import in_transform
 
 # The types of an op's arguments that need no dispatcher. Subclasses of Tensor do.
 _PLAIN_TYPES = {Tensor, nn.Parameter, type(None), bool, int, float, str, list, torch.dtype}
@@ -47,12 +47,34 @@ class Op:
         namespace, _, self.name = name.partition("::")
         self.dispatched = getattr(getattr(torch.ops, namespace), self.name)
         self.function = function
+        self.gradient: type[torch.autograd.Function] | None = None
 
     def register_fake(self, fake: Callable) -> Callable:
         return self.definition.register_fake(fake)
 
+    def register_autograd(self, backward: Callable, save: Callable) -> None:
+        """Register the gradients, as torch.library.register_autograd.
+
+        Args:
+            backward: `backward(ctx, *grads)` returns the gradients of all arguments.
+            save: `save(ctx, inputs, output)` keeps in `ctx` what `backward` reads.
+        """
+        self.definition.register_autograd(backward, setup_context=save)
+
+        def forward(ctx, *inputs):
+            output = self(*inputs)  # without gradients here
+            save(ctx, inputs, output)
+            return output
+
+        # The name of the op is that of the node in profiles.
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self.gradient = type(self.name, (torch.autograd.Function,), methods)
+
     def __call__(self, *arguments):
-        if _is_watched(arguments):
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if self.gradient is not None and torch.is_grad_enabled() and not is_traced:
+            return self.gradient.apply(*arguments)  # type: ignore[attr-defined]
+        if is_traced or _is_watched(arguments):
             return self.dispatched(*arguments)
         return self.function(*arguments)
 
@@ -63,16 +85,17 @@ def op(name: str, schema: str | None = None) -> Callable[[Callable], Op]:
 
 
 def _is_watched(arguments: Sequence) -> bool:
-    """Whether a call needs torch's dispatcher."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+    """Whether a call that is not traced needs torch's dispatcher."""
+    if is_in_torch_dispatch_mode() or torch.autograd._profiler_enabled():
         return True
-    if torch.autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():
         return True
     if not _PLAIN_TYPES.issuperset(map(type, arguments)) or arguments[0].is_meta:
         return True
     # With is_grads_batched, gradients are batched tensors, for which torch has a rule of its own.
     is_batched = torch._C._functorch.is_legacy_batchedtensor
-    return in_backward() and any(isinstance(a, Tensor) and is_batched(a) for a in arguments)
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and any(isinstance(a, Tensor) and is_batched(a) for a in arguments)
 
 
 def is_differentiated_again(grad: Tensor) -> bool:
@@ -110,43 +133,13 @@ def plain_gradients(
     return [next(computed) if is_needed else None for is_needed in needs]
 
 
-def register_autograd(op: Op, backward: Callable, save: Callable) -> Callable:
-    """Register the gradients of an op, as torch.library.register_autograd.
-
-    Args:
-        backward: `backward(ctx, *grads)` returns the gradients of all arguments.
-        save: `save(ctx, inputs, output)` keeps in `ctx` what `backward` reads.
-
-    Returns:
-        The function to call in place of the op.
-    """
-    op.definition.register_autograd(backward, setup_context=save)
-
-    def forward(ctx, *inputs):
-        output = op(*inputs)
-        save(ctx, inputs, output)
-        return output
-
-    # The name of the op is that of the node in profiles.
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    gradient = type(op.name, (torch.autograd.Function,), methods)
-
-    def call(*inputs):
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if is_traced or not torch.is_grad_enabled():
-            return op(*inputs)
-        return gradient.apply(*inputs)  # type: ignore[attr-defined]
-
-    return call
-
-
 def register_gradient(
     op: Op,
     num_differentiable: int,
     backward: Callable[..., Sequence[Tensor | None]],
     plain: Callable[..., Tensor],
     saved_outputs: Sequence[int] = (),
-) -> Callable:
+) -> None:
     """Register the gradients of the first output of an op.
 
     Its other outputs, which only the backward pass reads, have no gradients.
@@ -157,9 +150,6 @@ def register_gradient(
             which ones are read.
         plain: the first output as a function of the op's arguments, in plain torch.
         saved_outputs: the indices of the outputs that are saved for `backward`.
-
-    Returns:
-        The function to call in place of the op.
     """
 
     def save(ctx, inputs, output):
@@ -195,7 +185,7 @@ def register_gradient(
         pairs = zip(gradients, needs, strict=True)
         return (*[g if is_needed else None for g, is_needed in pairs], *nothing)
 
-    return register_autograd(op, differentiate, save)
+    op.register_autograd(differentiate, save)
 
 
 _TYPES = {

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from moe_core.capacity import expert_capacity
 from moe_core.config import MoEConfig
 from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, ExpertWeights, combine, dispatch, inverse_plan
+from moe_core.ops import DispatchPlan, ExpertWeights, Kernels, combine, dispatch, inverse_plan
 from moe_core.parallel.algorithm import RowCounts
 from moe_core.parallel.calls import LayerCall
 from moe_core.parallel.chunks import ChunkLayout, plan_received
@@ -73,6 +73,7 @@ class Choices(NamedTuple):
     gates: Tensor  # [T, K]
     plan: DispatchPlan
     agreement: Agreement
+    kernels: Kernels  # of the pass
 
 
 class Exchange(ABC):
@@ -145,13 +146,15 @@ class Local(Exchange):
         return Agreement(expert_capacity(num_tokens, num_experts, top_k, capacity_factor))
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
-        gates, plan, agreement = choices
+        gates, plan, agreement, kernels = choices
         if isinstance(experts, Experts):
             weights = self._weights(experts, tokens.dtype, agreement.call)
-            return experts(tokens, plan.offsets, weights=weights, gates=gates, plan=plan)
-        rows = dispatch(tokens, plan, self.config.kernels)  # [N, M]
+            return experts(
+                tokens, plan.offsets, weights=weights, gates=gates, plan=plan, kernels=kernels
+            )
+        rows = dispatch(tokens, plan, kernels)  # [N, M]
         rows = apply_experts(experts, rows, plan.offsets)
-        return combine(rows, gates, plan, self.config.kernels)
+        return combine(rows, gates, plan, kernels)
 
     def _weights(
         self, experts: Experts, dtype: torch.dtype, call: LayerCall | None
@@ -235,14 +238,13 @@ class Exchanged(Exchange):
         return Agreement(messages.capacity, messages, call)
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
-        kernels = self.config.kernels
-        gates, plan, agreement = choices
+        gates, plan, agreement, kernels = choices
         assert agreement.messages is not None
         chunks = self._chunks(agreement.messages, agreement.call)
         num_sent = sum(int(chunk.rows.send.sum()) for chunk in chunks)  # r N
         plan = self.layout.arrange(plan, num_sent // self.strategy.r)
         rows = dispatch(tokens, plan, kernels)  # [r N, M]
-        function = self._expert_function(experts, tokens.dtype)
+        function = self._expert_function(experts, tokens.dtype, kernels)
         rows = self._through_experts(rows, chunks, function, agreement.call)
         gates = gates.repeat_interleave(self.strategy.r, dim=1)  # [T, K r]
         return combine(rows, gates, plan, kernels)
@@ -298,12 +300,12 @@ class Exchanged(Exchange):
         return self.layout.chunk_sizes(counts, messages[..., -2:-1])
 
     def _expert_function(
-        self, experts: nn.Module, dtype: torch.dtype
+        self, experts: nn.Module, dtype: torch.dtype, kernels: Kernels
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function from received rows [R, M], sorted by (source, expert), and their counts
         [W, E_l] to the experts' results in the same order."""
         if not isinstance(experts, Experts):
-            return partial(_apply_to_received, experts, self.config.kernels)
+            return partial(_apply_to_received, experts, kernels)
         # Cached, so that weights are gathered once for all chunks.
         weights = functools.cache(
             partial(gather_weights, experts, self.group, self.strategy.r, dtype)
@@ -311,9 +313,9 @@ class Exchanged(Exchange):
 
         def run(rows: Tensor, counts: Tensor) -> Tensor:
             if counts.shape[1] == 1:
-                return experts(rows, _offsets(counts), weights=weights)
+                return experts(rows, _offsets(counts), weights=weights, kernels=kernels)
             plan = plan_received(counts, len(rows))
-            return experts(rows, plan.offsets, weights=weights, plan=plan)
+            return experts(rows, plan.offsets, weights=weights, plan=plan, kernels=kernels)
 
         return run
 
@@ -370,8 +372,7 @@ class StaticExchange(Exchanged):
         return Agreement(capacity, call=call)
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
-        kernels = self.config.kernels
-        gates, plan, agreement = choices
+        gates, plan, agreement, kernels = choices
         capacity = agreement.capacity
         assert isinstance(capacity, int), "a static exchange has a capacity on the host"
         places = self.layout.places(plan, capacity)
@@ -384,7 +385,7 @@ class StaticExchange(Exchanged):
             num_places = len(places.padded.choices)
             rows = tokens.new_zeros(num_places, tokens.shape[1]) + tokens.sum()
         chunks = self._static_chunks(capacity, tokens.device)
-        function = self._expert_function(experts, tokens.dtype)
+        function = self._expert_function(experts, tokens.dtype, kernels)
         rows = self._through_experts(rows, chunks, function, agreement.call)
         rows = dispatch(rows, places.returned, kernels)  # [N, M]
         return combine(rows, gates, plan, kernels)
@@ -430,7 +431,9 @@ def try_experts(experts: nn.Module, rows: Tensor) -> None:
         module.training = True
 
 
-def _apply_to_received(experts: nn.Module, kernels: str, rows: Tensor, counts: Tensor) -> Tensor:
+def _apply_to_received(
+    experts: nn.Module, kernels: Kernels, rows: Tensor, counts: Tensor
+) -> Tensor:
     """Apply a custom experts module to received rows [R, M], sorted by (source, expert)."""
     if counts.shape[1] == 1:
         return apply_experts(experts, rows, _offsets(counts))

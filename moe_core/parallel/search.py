@@ -1,10 +1,8 @@
-"""The search for the fastest strategy of one key: timed calls, and when it starts again."""
+"""The search for the fastest strategy of one key, by timed calls."""
 
 import statistics
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,18 +13,10 @@ from moe_core.parallel.strategy import ParallelStrategy
 
 # After each round a strategy is kept if its median is within this factor of the best median.
 KEPT_WITHIN = (1.6, 1.3, 1.2, 1.15, 1.1, 1.1, 1.1, 1.1)
-# A drift is a time that differs by more than this factor from the time in the first window.
-DRIFT = 1.3
-SHORTEST_WINDOW = 8  # calls
-LONGEST_WINDOW = 64  # calls; of more calls, only the newest count
-# If a search confirms the decision, the number of windows before a drift counts again doubles, up
-# to this number.
-MOST_PATIENCE = 16
-NEIGHBOURS = 6  # tried by a new search, with the decided strategy and the best prediction
 
 Time = float | torch.cuda.Event  # a time on a CPU or on a GPU
 Span = tuple[Time, Time]
-Purpose = Literal["timed", "warm-up", "held", "watched"]
+Purpose = Literal["timed", "warm-up", "held"]
 
 
 class Key(NamedTuple):
@@ -81,8 +71,7 @@ class Trial:
 
     Args:
         purpose: "timed"; "warm-up": the time is not used; "held": nothing is timed, but the layer
-            keeps the strategy until the end of the backward pass, which may recompute the call;
-            "watched": the strategy is decided, and its time shows a drift.
+            keeps the strategy until the end of the backward pass, which may recompute the call.
         has_backward: whether the time includes the backward pass.
     """
 
@@ -108,14 +97,6 @@ class Trial:
         if self.has_backward:
             return self._backward is not None
         return self._forward is not None
-
-    @property
-    def ready(self) -> bool:
-        """Whether `seconds` returns without waiting, for a trial without a backward pass."""
-        if self._forward is None:
-            return False
-        end = self._forward[1]
-        return isinstance(end, float) or end.query()
 
     @property
     def seconds(self) -> float:
@@ -186,58 +167,21 @@ class _Mark(torch.autograd.Function):
 
 
 @dataclass
-class Watch:
-    """Forward times of a decided strategy. The calls between two checks are a window."""
-
-    patience: int = 1  # windows before a drift counts
-    windows: int = 0
-    first: float | None = None  # seconds of a call in the first window
-    trials: deque[Trial] = field(default_factory=lambda: deque(maxlen=LONGEST_WINDOW))
-
-    def median(self) -> float | None:
-        """The median seconds of a call in this window; None if there are too few calls.
-
-        It does not wait for the device.
-        """
-        seconds = [trial.seconds for trial in self.trials if trial.ready]
-        if len(seconds) < SHORTEST_WINDOW:
-            return None
-        return statistics.median(seconds)
-
-    def has_drifted(self, seconds: float) -> bool:
-        """End the window, and return whether the strategy has drifted.
-
-        Args:
-            seconds: of a call in this window, averaged over the ranks.
-        """
-        self.trials.clear()
-        self.windows += 1
-        if self.first is None:
-            self.first = seconds
-        is_far = seconds > DRIFT * self.first or self.first > DRIFT * seconds
-        return is_far and self.windows > self.patience
-
-
-@dataclass
 class Search:
     """The state of the search for one key.
 
     Args:
         predicted: the predicted seconds of the strategies to try. The first strategy is used until
             one has been measured.
-        previous: the decision before a drift; None in the first search.
     """
 
     predicted: dict[ParallelStrategy, float]
     decided: ParallelStrategy | None = None
-    previous: ParallelStrategy | None = None
-    watch: Watch = field(default_factory=Watch)
     seconds: dict[ParallelStrategy, list[float]] = field(default_factory=dict)
     queue: list[ParallelStrategy] = field(default_factory=list)  # of this round
     survivors: list[ParallelStrategy] = field(default_factory=list)
     under_way: int = 0
     rounds: int = 0
-    most_rounds: int = len(KEPT_WITHIN)
 
     def median(self, strategy: ParallelStrategy) -> float:
         return statistics.median(self.seconds[strategy])
@@ -262,34 +206,3 @@ class Search:
         if strategy in self.seconds:
             return self.median(strategy) / self.median(self.best()) - 1
         return max(self.predicted[strategy] / self.predicted.get(self.best(), 1.0) - 1, 0.0)
-
-    def next_patience(self) -> int:
-        """The patience of the watch after this search."""
-        if self.decided != self.previous:
-            return 1
-        return min(2 * self.watch.patience, MOST_PATIENCE)
-
-
-def neighbourhood(
-    decided: ParallelStrategy, predicted: dict[ParallelStrategy, float]
-) -> dict[ParallelStrategy, float]:
-    """The strategies that a new search tries, with their predicted seconds.
-
-    These are the decided strategy, the best strategies that differ from it in one property, and
-    the best prediction.
-
-    Args:
-        predicted: the predicted seconds of all candidates, best first.
-    """
-    near = [strategy for strategy in predicted if _num_differences(strategy, decided) == 1]
-    tried = [decided] + near[:NEIGHBOURS] + list(predicted)[:1]
-    slowest = max(predicted.values())  # for a loaded strategy that is not a candidate here
-    return {strategy: predicted.get(strategy, slowest) for strategy in tried}
-
-
-def _num_differences(a: ParallelStrategy, b: ParallelStrategy) -> int:
-    """The number of properties in which two strategies differ. With r = 0 only r counts."""
-    names: Sequence[str] = [f.name for f in fields(ParallelStrategy) if f.name != "ranks_per_node"]
-    if a.r == 0 or b.r == 0:
-        names = ["r"]
-    return sum(getattr(a, name) != getattr(b, name) for name in names)

@@ -8,10 +8,7 @@
    removed. The others are tried again in further rounds, until one is left or after eight rounds.
 3. A budget limits the time lost on slower strategies: the time of 10 calls of each layer, which is
    1% of 1,000 steps.
-4. After the decision, calls of this key exchange and read nothing for the tuner, but their forward
-   times are recorded. The training loop calls `Tuner.check` every few steps, which averages the
-   times over the ranks in one collective. A drift of 30% starts a new search among the neighbours
-   of the strategy, with a new budget.
+4. After the decision, calls of this key exchange and read nothing for the tuner.
 
 A timed call is an ordinary call, because no strategy changes the result. Decisions depend only on
 times that are averaged over the ranks, so the ranks agree without a broadcast.
@@ -25,7 +22,7 @@ differs.
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,41 +33,32 @@ from moe_core.parallel.calibration import calibrate
 from moe_core.parallel.cost_model import ranked
 from moe_core.parallel.groups import ExpertGroup
 from moe_core.parallel.machine import Machine
-from moe_core.parallel.search import KEPT_WITHIN, Key, Purpose, Search, Trial, Watch, neighbourhood
+from moe_core.parallel.search import KEPT_WITHIN, Key, Purpose, Search, Trial
 from moe_core.parallel.strategy import ParallelStrategy
 from moe_core.registry import ALL_TO_ALLS
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_AFTER_DRIFT = 5  # rounds of a new search, which with the check ends within 50 steps
 BUDGET = 10.0  # time that may be lost per layer (separately in training and in inference), in calls
 _MOST_EVENTS = 10_000  # events that are kept until `take_events`
 
 
 @dataclass(frozen=True)
 class TunerEvent:
-    """An event in the history of the tuner.
+    """A decision of the tuner.
 
     Attributes:
-        kind: "decided": a search ended; "drift": a search started again; "time": the time of a
-            decided strategy in the window before a check.
         key: the shape of the call and its phase, for which one strategy is decided.
-        before: the strategy before the event; None before the first decision.
-        after: the strategy after the event.
-        seconds: the time of one call with `after`. For "decided" it includes the backward pass in
-            training, and is None if the budget did not allow a trial. Otherwise it is the forward
-            time.
-        seconds_before: for "drift", the time of one call in the first window after the decision.
-        tried: for "decided", the seconds of each measured strategy.
+        strategy: the decision.
+        seconds: the time of one call with it, in training with the backward pass. None: the budget
+            did not allow a trial.
+        tried: the seconds of each measured strategy.
     """
 
-    kind: str
     key: Key
-    before: ParallelStrategy | None
-    after: ParallelStrategy
+    strategy: ParallelStrategy
     seconds: float | None
-    seconds_before: float | None = None
-    tried: dict[ParallelStrategy, float] = field(default_factory=dict)
+    tried: dict[ParallelStrategy, float]
 
 
 class Tuner:
@@ -79,8 +67,8 @@ class Tuner:
     `MoELayer(strategy="auto")` uses `Tuner.of(group)`.
 
     Args:
-        machine: the machine of the cost model. None: it is measured at the first timed call and
-            after a drift, in about a second.
+        machine: the machine of the cost model. None: it is measured at the first timed call, in
+            about a second.
         degrees: pipeline degrees to try.
 
     Attributes:
@@ -97,7 +85,6 @@ class Tuner:
         # Not the group, because a reference from its tuner would keep it alive.
         self.ranks = group.ranks
         self.machine = machine
-        self._measures_machine = machine is None
         self.degrees = tuple(degrees)
         try:
             self.ranks_per_node = group.ranks_per_node()
@@ -106,8 +93,7 @@ class Tuner:
             self.ranks_per_node = group.size
         self.available = [name for name, a in ALL_TO_ALLS.items() if a.is_available(group)]
         self.trials = 0
-        # Time lost on slower strategies, in calls of the best one: {training: time}. A drift sets
-        # it to 0.
+        # Time lost on slower strategies, in calls of the best one: {training: time}.
         self.lost = {True: 0.0, False: 0.0}
         self._searches: dict[Key, Search] = {}
         # The current trial of each layer: {training: {layer: trial}}.
@@ -179,55 +165,18 @@ class Tuner:
             trial = open_trials[layer] = self._next_trial(key)
         if trial is not None and trial.key == key:
             return trial.strategy, trial
-        search = self._searches.get(key)
-        if search is None or search.decided is None:
-            return self._known(key), None
-        watched = Trial(key, search.decided, "watched")
-        search.watch.trials.append(watched)
-        return search.decided, watched
-
-    def check(self) -> None:
-        """Compare the times of decided strategies with their times just after the decision.
-
-        A difference of 30% starts a new search. This is a collective: one all-reduce of two numbers
-        for each key, which the host waits for. After a drift the machine is also measured again.
-        All ranks of the group must call this between the same two calls of their layers.
-        """
-        watched = [(key, s) for key, s in self._searches.items() if s.decided is not None]
-        if not watched:
-            return
-        rows = []
-        for _, search in watched:
-            seconds = search.watch.median()
-            is_known = seconds is not None
-            rows.append([seconds or 0.0, float(is_known)])
-        sums = torch.tensor(rows, dtype=torch.float64, device=self.ranks.device)
-        self.ranks.all_reduce(sums, "times of decided strategies")
-        drifted = []
-        for (key, search), (total, num_known) in zip(watched, sums.tolist(), strict=True):
-            if num_known < self.ranks.size:
-                continue
-            if self._has_drifted(key, search, total / self.ranks.size):
-                drifted.append(key)
-        if drifted and self._measures_machine:
-            self._measure_machine()
-        for key in drifted:
-            self._search_again(key)
+        return self._known(key), None
 
     def take_events(self) -> list[TunerEvent]:
-        """The events since the last call, oldest first. They are the same on every rank."""
+        """The decisions since the last call, oldest first. They are the same on every rank."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def decisions(self) -> dict[Key, ParallelStrategy]:
-        """The decided strategy of each key; during a search after a drift, the previous one."""
-        decisions = {}
-        for key, search in self._searches.items():
-            decided = search.decided or search.previous
-            if decided is not None:
-                decisions[key] = decided
-        return decisions
+        """The decided strategy of each key."""
+        searches = self._searches.items()
+        return {key: search.decided for key, search in searches if search.decided is not None}
 
     def state_dict(self) -> list[dict]:
         """The decisions as JSON values."""
@@ -295,16 +244,13 @@ class Tuner:
 
     def _begin(self, key: Key) -> Search:
         if self.machine is None:
-            self._measure_machine()
+            ranks = self.ranks
+            self.machine = calibrate(ranks.process_group, self.ranks_per_node, ranks.device)
         predicted = self._predict(key)
         # A decision for another capacity is a better prediction than that of the cost model.
         near = self._known(key)
         order = sorted(predicted, key=lambda strategy: strategy != near)
         return Search(predicted, queue=order)
-
-    def _measure_machine(self) -> None:
-        ranks = self.ranks
-        self.machine = calibrate(ranks.process_group, self.ranks_per_node, ranks.device)
 
     def _predict(self, key: Key) -> dict[ParallelStrategy, float]:
         """The predicted seconds of all strategies that the key allows, best first."""
@@ -321,39 +267,6 @@ class Tuner:
             if key.built_in or strategy.r == 1:
                 predicted[strategy] = seconds
         return predicted
-
-    def _has_drifted(self, key: Key, search: Search, seconds: float) -> bool:
-        decided = search.decided
-        assert decided is not None
-        self._events.append(TunerEvent("time", key, decided, decided, seconds))
-        if not search.watch.has_drifted(seconds):
-            return False
-        before = search.watch.first
-        assert before is not None
-        self._events.append(TunerEvent("drift", key, decided, decided, seconds, before))
-        _log.info(
-            "%s: %s takes %.2f ms forward, %.2f ms when it was chosen: searching again",
-            key.describe(),
-            decided,
-            1000 * seconds,
-            1000 * before,
-        )
-        return True
-
-    def _search_again(self, key: Key) -> None:
-        """Start a search among the neighbours of the decided strategy."""
-        search = self._searches[key]
-        assert search.decided is not None
-        predicted = neighbourhood(search.decided, self._predict(key))
-        patience = Watch(search.watch.patience)
-        self._searches[key] = Search(
-            predicted,
-            previous=search.decided,
-            watch=patience,
-            queue=list(predicted),
-            most_rounds=ROUNDS_AFTER_DRIFT,
-        )
-        self.lost[key.training] = 0.0
 
     def _record(self, trial: Trial) -> None:
         """Record a finished trial, with its time averaged over the ranks so that they agree."""
@@ -382,24 +295,14 @@ class Tuner:
         tried_now = [s for s, seconds in search.seconds.items() if len(seconds) == search.rounds]
         search.survivors = [strategy for strategy in tried_now if search.median(strategy) <= limit]
         search.queue = list(search.survivors)
-        if len(search.queue) < 2 or search.rounds == search.most_rounds:
+        if len(search.queue) < 2 or search.rounds == len(KEPT_WITHIN):
             self._decide(key, search)
 
     def _decide(self, key: Key, search: Search) -> None:
         search.decided, search.queue = search.best(), []
-        search.watch = Watch(search.next_patience())
         predicted = next(iter(search.predicted))
         medians = search.medians()
-        self._events.append(
-            TunerEvent(
-                "decided",
-                key,
-                search.previous,
-                search.decided,
-                medians.get(search.decided),
-                tried=medians,
-            )
-        )
+        self._events.append(TunerEvent(key, search.decided, medians.get(search.decided), medians))
         _log.info(
             "%s: %s, %s; predicted %s, %s; %d tried in %d rounds",
             key.describe(),

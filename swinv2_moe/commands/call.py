@@ -1,5 +1,4 @@
-"""The run of a command: its exit status and the line of its error, how it was started, and the
-commands that it starts."""
+"""The run of a command: its exit status, the line of its error, and how it was started."""
 
 import io
 import multiprocessing
@@ -7,7 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swinv2_moe.commands.faults import explain_fault, own_message
-from swinv2_moe.commands.interrupt import INTERRUPTED, end_interrupted
+from swinv2_moe.commands.interrupt import end_interrupted
 from swinv2_moe.errors import StoppedElsewhere, UserError, one_line
 from swinv2_moe.imports import import_arguments
 from swinv2_moe.output import print_lines
@@ -171,27 +169,3 @@ def _launcher() -> list[str]:
     if size == os.environ.get("LOCAL_WORLD_SIZE"):
         return [program("torchrun"), "--nproc_per_node", size]
     return ["torchrun", "..."]
-
-
-def run_tool(name: str, *arguments: object) -> None:
-    """Print and run another command, such as "few-shot", with this process's --import files. Ends
-    like `run_process`."""
-    words = import_arguments() + [str(argument) for argument in arguments]
-    print_lines("", f"$ {shlex.join(command_line(name) + words)}", flush=True)
-    run_process([sys.executable, "-m", "swinv2_moe", name] + words)
-
-
-def run_process(words: Sequence[str]) -> None:
-    """Run a process to its end.
-
-    If the process fails, it has reported the error, and this process exits with the same status.
-    Ctrl-C reaches both processes: this process waits until the other one has saved, then ends.
-    """
-    process = subprocess.Popen(words)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        status = INTERRUPTED
-    if status:
-        sys.exit(status)

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swinv2_moe.commands.call import next_line
-from swinv2_moe.commands.options import CommandParser, add_checkpoint_argument, add_opts_argument
+from swinv2_moe.commands.options import (
+    CommandParser,
+    add_checkpoint_argument,
+    add_left,
+    add_opts_argument,
+)
 from swinv2_moe.errors import UserError, short
 from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import print_lines
@@ -69,7 +74,7 @@ def parse() -> argparse.Namespace:
         metavar="FILE",
         help="text file with a name per line, in the order of the classifier's outputs",
     )
-    command.add_argument("--noise", help=argparse.SUPPRESS)  # has left
+    add_left(command, "--noise", "experts with noise became no better than copies")
     command.add_argument(
         "--output", required=True, metavar="DIR", help="directory of the new checkpoint"
     )
@@ -114,8 +119,6 @@ def parse() -> argparse.Namespace:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise UserError for an option that does not belong to the kind of file."""
-    if args.command == "import" and args.noise is not None:
-        raise UserError("--noise has left: experts with noise became no better than copies")
     if args.command == "export" and args.newer and args.kind != "swin-moe":
         raise UserError(f"--newer: is for swin-moe, not for {args.kind}")
     if args.command == "export" and args.dtype != DTYPES[0] and args.kind != "single":
@@ -143,30 +146,14 @@ def show(summary: Summary) -> None:
     console.print(number_table(["section", "files", "MB"], sections))
     if summary.layers:
         layers = [
-            [name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}", ages_in_words(layer.ages)]
+            [name, str(layer.experts), f"{layer.bytes / 1e6:,.1f}"]
             for name, layer in summary.layers.items()
         ]
-        columns = ["layer", "experts", "MB", "steps behind"]
-        console.print(number_table(columns, layers, text_columns=["layer", "steps behind"]))
+        console.print(number_table(["layer", "experts", "MB"], layers))
     for file, problem in summary.damaged.items():
         console.print(f"{file} {problem}")
     if not summary.damaged:
         console.print("every file has its checksum")
-
-
-def ages_in_words(ages: list[int]) -> str:
-    """[40, 20, 0, 40] -> "40: experts 0, 3; 20: expert 1". No ages: "0"."""
-    experts_by_age: dict[int, list[str]] = {}
-    for expert, age in enumerate(ages):
-        if age:
-            experts_by_age.setdefault(age, []).append(str(expert))
-    if not experts_by_age:
-        return "0"
-    groups = []
-    for age, experts in sorted(experts_by_age.items(), reverse=True):
-        noun = "experts" if len(experts) > 1 else "expert"
-        groups.append(f"{age}: {noun} {', '.join(experts)}")
-    return "; ".join(groups)
 
 
 def class_names(file: str | None) -> list[str] | None:

@@ -22,7 +22,6 @@ Needs the detection extra, which `make detection` installs.
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,15 +31,21 @@ from swinv2_moe.commands.options import (
     add_checkpoint_argument,
     add_opts_argument,
     check_output_file,
-    output_directory,
     write_results,
     write_text,
+)
+from swinv2_moe.commands.predict import (
+    add_picture_arguments,
+    end_with_unreadable,
+    find_pictures,
+    first_rows,
+    predict_all,
 )
 from swinv2_moe.config.load import find_config
 from swinv2_moe.errors import UserError
 from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.output import print_lines
-from swinv2_moe.tables import Bar, Console, number_table
+from swinv2_moe.tables import Console, number_table
 
 if TYPE_CHECKING:
     from swinv2_moe.detection.detector import Detector
@@ -73,14 +78,9 @@ def parse() -> argparse.Namespace:
     )
     test.add_argument("--output", metavar="JSON", help="a file for the results")
     predict.add_argument("run", metavar="RUN", help="a run, a checkpoint or a .pth")
-    predict.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
     predict.add_argument("--config", metavar="CONFIG", help="that RUN was trained with, if any")
-    predict.add_argument(
-        "--output", metavar="FILE", help="file for the results, .csv or .json (COCO's results)"
-    )
-    predict.add_argument("--pictures", metavar="DIR", help="directory for copies with boxes")
+    add_picture_arguments(predict, 8, " (COCO's results)", "boxes")
     predict.add_setting("--threshold", 0.3, "lowest score that is shown", "SCORE")
-    predict.add_setting("--batch-size", 8, "pictures per forward pass", "N")
     show.add_argument("config", metavar="CONFIG", help="that RUN was trained with")
     show.add_argument("run", metavar="RUN", help="a run, a checkpoint or a .pth")
     show.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
@@ -306,37 +306,22 @@ def show_metrics(metrics: dict, output: str | None) -> None:
 
 def predict(args: argparse.Namespace) -> None:
     check_files_exist("RUN", [args.run])
-    check_files_exist("PICTURE", args.inputs)
-    check_output_file(args.output)
-    if args.output and Path(args.output).suffix not in (".csv", ".json"):
-        raise UserError(f"--output {args.output}: must end in .csv or .json")
-    if args.batch_size < 1:
-        raise UserError(f"--batch-size is {args.batch_size}, it must be at least 1")
     if not 0 <= args.threshold <= 1:
         raise UserError(f"--threshold is {args.threshold}, it must be 0 to 1")
-    from swinv2_moe.commands.predict import check_annotated
-    from swinv2_moe.data.images import image_paths
-    from swinv2_moe.predict.prediction import shared_folder
+    folder, files, names = find_pictures(args)
+    from swinv2_moe.predict.annotate import save_boxes
 
-    files = image_paths(args.inputs)
-    folder, names = shared_folder(files)
-    if args.pictures:
-        check_annotated(Path(args.pictures), files, names)
-        output_directory(args.pictures, "--pictures")
     detector = _detector(args)
     say_once(detector.selected)
-    found = _predict(args, detector, files, names)
+    stream = detector.stream(files, args.threshold, args.batch_size)
+    found = predict_all(stream, names, args.pictures, save_boxes)
     _show_found(found, names, str(folder))
     if args.output:
         from swinv2_moe.predict.objects import as_csv, as_json
 
         is_json = args.output.endswith(".json")
         write_text(args.output, as_json(found, names) if is_json else as_csv(found))
-    unreadable = [one for one in found if one.error is not None]
-    for one in unreadable:
-        print_lines(f"{one.file}: cannot be read ({one.error})", file=sys.stderr)
-    if unreadable:
-        sys.exit(1)
+    end_with_unreadable(found)
 
 
 def _detector(args: argparse.Namespace) -> "Detector":
@@ -358,23 +343,6 @@ def _detector(args: argparse.Namespace) -> "Detector":
     return Detector(config, checkpoint, () if dataset is None else class_names(dataset))
 
 
-def _predict(
-    args: argparse.Namespace, detector: "Detector", files: list[Path], names: list[str]
-) -> list:
-    """Predict all files with a progress bar, and write copies of the pictures with boxes."""
-    from swinv2_moe.predict.annotate import copy_name, save_boxes
-
-    found = []
-    stream = detector.stream(files, args.threshold, args.batch_size)
-    with Bar(Console(), "pictures", len(files)) as bar:
-        for name, one in zip(names, stream, strict=True):
-            if args.pictures and one.error is None:
-                save_boxes(one, Path(args.pictures) / copy_name(name))
-            found.append(one)
-            bar.advance("")
-    return found
-
-
 def _show_found(found: list, names: list[str], folder: str) -> None:
     """A table of the first pictures, and the number of objects of each class."""
     rows: list[list[str]] = []
@@ -385,11 +353,8 @@ def _show_found(found: list, names: list[str], folder: str) -> None:
         if one.error is None:
             best = f"{one.class_names[0]} {one.scores[0]:.0%}" if one.class_names else "-"
             rows.append([name, f"{len(one.class_names):,}", best])
-    most = 40
-    more = [[f"... {len(rows) - most:,} more", "", ""]] if len(rows) > most else []
-    console = Console()
     columns = ["picture", "objects", "highest score"]
-    console.print(number_table(columns, rows[:most] + more, text_columns=["picture", columns[2]]))
+    Console().print(number_table(columns, first_rows(rows), text_columns=["picture", columns[2]]))
     total = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or "none"
     print_lines(f"objects in {len(rows):,} pictures of {folder}: {total}")
 

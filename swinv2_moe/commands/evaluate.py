@@ -3,8 +3,7 @@
     swinv2-moe evaluate output/mine
     swinv2-moe evaluate output/mine --capacity-factor 0 --top-k 2 \\
         --output accuracy.json
-    torchrun --nproc_per_node 8 -m swinv2_moe evaluate output/mine --data DIR \\
-        --sweep 0.5 0.75 1 1.25 2 0
+    torchrun --nproc_per_node 8 -m swinv2_moe evaluate output/mine --data DIR
 
 The model is not compiled; COMPILE is ignored.
 """
@@ -14,13 +13,13 @@ import argparse
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
-    check_opts,
+    add_left,
     check_output_file,
+    chosen_checkpoint,
     print_selection,
     print_unreadable,
     write_results,
 )
-from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.tables import Console, number_table
 
 EXTREMES = 5  # with many classes, the table shows this number of the worst and of the best classes
@@ -38,13 +37,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--top-k", type=int, metavar="K", help="experts per token; default: that of the checkpoint"
     )
-    parser.add_argument(
+    add_left(
+        parser,
         "--sweep",
-        nargs="+",
-        type=float,
-        default=[],
-        metavar="F",
-        help="also measure accuracy and speed at these capacity factors",
+        "--capacity-factor evaluates with a factor, `throughput --capacity-factors` times them",
     )
     args = parser.parse_args()
     check_output_file(args.output)
@@ -74,10 +70,6 @@ def show(results: dict) -> None:
     columns = ["images", "top-1", "top-5", "confidence", "ECE", "loss", "balanced", "macro-F1"]
     console.print(number_table(columns, [row]))
     console.print(number_table(["class", "images", "recall"], class_rows(results["per_class"])))
-    if "sweep" in results:
-        columns = ["capacity", "dropped", "top-1", "top-5", "images/s", "relative"]
-        rows = [sweep_row(entry) for entry in results["sweep"]]
-        console.print(number_table(columns, rows))
     print_unreadable(console, results)
 
 
@@ -93,39 +85,18 @@ def class_rows(classes: list[dict]) -> list[list[str]]:
     return rows
 
 
-def sweep_row(entry: dict) -> list[str]:
-    return [
-        f"{entry['capacity_factor']:g}",
-        f"{entry['dropped_share']:.2%}",
-        percent(entry["top1"]),
-        percent(entry["top5"]),
-        median_and_quartiles(entry["images_per_second"], digits=0),
-        median_and_quartiles(entry["speed_ratio"], digits=3),
-    ]
-
-
 def percent(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}%"
 
 
-def median_and_quartiles(figure: dict, digits: int) -> str:
-    """The median and, in brackets, the quartiles."""
-    low, high = figure["quartiles"]
-    return f"{figure['median']:,.{digits}f} ({low:,.{digits}f} - {high:,.{digits}f})"
-
-
 def main() -> None:
     args = parse()
-    check_opts(args.opts)
-    check_run(args.resume)
-    check_data(args.data)
-    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+    resume, selected = chosen_checkpoint(args)
     from swinv2_moe.measure.accuracy import RoutingOptions, evaluate_checkpoint
 
-    routing = RoutingOptions(args.capacity_factor, args.top_k, tuple(args.sweep))
-    resume, selected = select_checkpoint(args.resume, args.checkpoint)
+    routing = RoutingOptions(args.capacity_factor, args.top_k)
     results = evaluate_checkpoint(resume, args.data, args.dataset, args.opts, routing)
     if results is None:  # not the main rank
         return

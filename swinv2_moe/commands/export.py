@@ -17,10 +17,9 @@ from swinv2_moe.commands.evaluate import percent
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
-    check_opts,
+    chosen_checkpoint,
     print_selection,
 )
-from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.measure.spread import median_and_spread, ratios
 from swinv2_moe.output import print_lines
 from swinv2_moe.tables import Console, number_table
@@ -102,10 +101,7 @@ def show(results: dict, output: Path) -> None:
 
 def main() -> None:
     args = parse()
-    check_opts(args.opts)
-    check_run(args.resume)
-    check_data(args.data)
-    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+    resume, selected = chosen_checkpoint(args)
     from swinv2_moe.export import ExportOptions, default_format, export_model
     from swinv2_moe.measure.rounds import interleaved
 
@@ -117,7 +113,6 @@ def main() -> None:
             " (pip install -e '.[export]')"
         )
     output, timer = Path(args.output), partial(interleaved, rounds=ROUNDS)
-    resume, selected = select_checkpoint(args.resume, args.checkpoint)
     results = export_model(resume, output, choices, args.data, args.dataset, args.opts, timer)
     results["selected"] = selected
     show(results, output)

@@ -12,13 +12,12 @@ import argparse
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
-    check_opts,
     check_output_file,
+    chosen_checkpoint,
     print_selection,
     print_unreadable,
     write_results,
 )
-from swinv2_moe.input_paths import check_data, check_run
 from swinv2_moe.tables import Console, number_table
 
 
@@ -68,14 +67,10 @@ def show(results: dict) -> None:
 
 def main() -> None:
     args = parse()
-    check_opts(args.opts)
-    check_run(args.resume)
-    check_data(args.data)
-    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+    resume, selected = chosen_checkpoint(args)
     from swinv2_moe.measure.few_shot import Protocol, evaluate_few_shot
 
     protocol = Protocol(tuple(args.shots), args.draws, args.classifier, args.knn)
-    resume, selected = select_checkpoint(args.resume, args.checkpoint)
     results = evaluate_few_shot(resume, args.data, args.dataset, args.opts, protocol)
     if results is None:  # not the main rank
         return

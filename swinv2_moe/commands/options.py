@@ -107,6 +107,18 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
 
+def add_left(parser: argparse.ArgumentParser, option: str, answer: str) -> None:
+    """Add an option or argument that has left, without help. Whoever gives it gets the error
+    `answer`, which says what became of it."""
+
+    class Left(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None) -> None:
+            if option_string or values:  # an absent argument without -- has none
+                raise UserError(f"{option} has left: {answer}")
+
+    parser.add_argument(option, nargs="*", action=Left, help=argparse.SUPPRESS)
+
+
 def add_config_argument(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add --cfg."""
     parser.add_argument("--cfg", required=required, metavar="FILE", help=_CONFIG_HELP)
@@ -198,6 +210,22 @@ def add_checkpoint_arguments(
     output_options = {"metavar": "JSON", "help": "file for the results"} | output
     parser.add_argument("--output", **output_options)
     add_opts_argument(parser)
+
+
+def chosen_checkpoint(args: argparse.Namespace) -> tuple[str, str]:
+    """Check --opts, RUN and --data of `add_checkpoint_arguments`, then select the checkpoint.
+
+    Returns:
+        As `select_checkpoint`.
+    """
+    from swinv2_moe.input_paths import check_data, check_run  # here, since it imports numpy
+
+    check_opts(args.opts)
+    check_run(args.resume)
+    check_data(args.data)
+    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+
+    return select_checkpoint(args.resume, args.checkpoint)
 
 
 def add_run_argument(parser: argparse._ActionsContainer, option: str, help: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from swinv2_moe.commands.options import CommandParser, add_opts_argument
+from swinv2_moe.commands.options import CommandParser, add_left, add_opts_argument
 from swinv2_moe.errors import UserError
 from swinv2_moe.tables import Console, number_table
 
@@ -34,8 +34,13 @@ def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--nodes", type=int, help="nodes of your cluster; its row is marked with *")
     parser.add_argument("--gpus-per-node", type=int, help="the same in every row of the table")
-    parser.add_argument("first", nargs="?", help=argparse.SUPPRESS)  # RUN has left, as --run
-    parser.add_argument("--run", help=argparse.SUPPRESS)
+    for name in ("RUN", "--run"):
+        add_left(
+            parser,
+            name,
+            "--cfg RUN/config.yaml predicts a step, and the run's summary.json has the number of"
+            " steps",
+        )
     parser.add_argument("--cfg", metavar="FILE", help="predict a step of this configuration")
     add_opts_argument(parser)
     parser.add_argument(
@@ -54,15 +59,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--save-profile", metavar="FILE", help="write the hardware, as measured, to this file"
     )
-    parser.add_argument("--output", help=argparse.SUPPRESS)  # has left
+    add_left(parser, "--output", "the figure is gone, the table has its numbers")
     args = parser.parse_args()
-    if run := args.first or args.run:
-        raise UserError(
-            f"RUN {run}: the time of a run has left; --cfg {run}/config.yaml predicts a step, and"
-            " the run's summary.json has the number of steps"
-        )
-    if args.output is not None:
-        raise UserError(f"--output {args.output}: the figure has left; the table has its numbers")
     needed = {"--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node, "--cfg": args.cfg}
     if missing := [name for name, value in needed.items() if value is None]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")

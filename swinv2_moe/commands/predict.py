@@ -10,9 +10,9 @@ cannot be read is named on stderr, and the others go on; the exit status is then
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from swinv2_moe.commands.options import (
     CommandParser,
@@ -37,8 +37,7 @@ from swinv2_moe.predict.prediction import (
 )
 from swinv2_moe.tables import Bar, Console, number_table
 
-if TYPE_CHECKING:  # importing torch takes seconds
-    from swinv2_moe.predict.predictor import Predictor
+Picture = TypeVar("Picture", bound=Any)  # a result with `file` and `error`
 
 # with more pictures, the table shows this number of rows, and the number of pictures of each class
 MAX_ROWS = 40
@@ -47,26 +46,53 @@ MAX_ROWS = 40
 def parse() -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint or a single file")
-    parser.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
+    add_picture_arguments(parser, BATCH_SIZE, "", "the classes and their probabilities")
     parser.add_setting("--top-k", TOP_K, "classes of each picture", "K")
-    parser.add_setting("--batch-size", BATCH_SIZE, "pictures per forward pass", "N")
-    parser.add_argument("--output", metavar="FILE", help="file for the results, .csv or .json")
-    parser.add_argument(
-        "--pictures",
-        dest="annotated",
-        metavar="DIR",
-        help="directory for copies with the classes and their probabilities",
-    )
     add_checkpoint_argument(parser, default="final")
     add_opts_argument(parser)
     args = parser.parse_args()
-    for option, value in (("--top-k", args.top_k), ("--batch-size", args.batch_size)):
-        if value < 1:
-            raise UserError(f"{option} is {value}, it must be at least 1")
+    if args.top_k < 1:
+        raise UserError(f"--top-k is {args.top_k}, it must be at least 1")
+    return args
+
+
+def add_picture_arguments(
+    parser: CommandParser, batch_size: int, results: str, on_copies: str
+) -> None:
+    """Add PICTURE, --batch-size, --output and --pictures.
+
+    Args:
+        batch_size: the default.
+        results: a remark about the files of results, for the help.
+        on_copies: what is written on the copies of the pictures.
+    """
+    parser.add_argument("inputs", nargs="+", metavar="PICTURE", help="pictures and folders")
+    parser.add_setting("--batch-size", batch_size, "pictures per forward pass", "N")
+    output = f"file for the results, .csv or .json{results}"
+    parser.add_argument("--output", metavar="FILE", help=output)
+    parser.add_argument("--pictures", metavar="DIR", help=f"directory for copies with {on_copies}")
+
+
+def find_pictures(args: argparse.Namespace) -> tuple[Path, list[Path], list[str]]:
+    """Check the arguments of `add_picture_arguments`, and find the pictures.
+
+    Returns:
+        The folder that has all pictures, the pictures, and their names below it.
+    """
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size is {args.batch_size}, it must be at least 1")
     check_output_file(args.output)
     if args.output and Path(args.output).suffix not in (".csv", ".json"):
         raise UserError(f"--output {args.output}: must end in .csv or .json")
-    return args
+    check_files_exist("PICTURE", args.inputs)
+    from swinv2_moe.data.images import image_paths
+
+    files = image_paths(args.inputs)
+    folder, names = shared_folder(files)
+    if args.pictures:
+        check_annotated(Path(args.pictures), files, names)
+        output_directory(args.pictures, "--pictures")
+    return folder, files, names
 
 
 def check_annotated(directory: Path, files: Sequence[Path], names: Sequence[str]) -> None:
@@ -92,23 +118,33 @@ def check_annotated(directory: Path, files: Sequence[Path], names: Sequence[str]
             )
 
 
-def predict(
-    predictor: "Predictor", args: argparse.Namespace, files: list[Path], names: list[str]
-) -> list[Prediction]:
-    """Predict all files with a progress bar, and write annotated copies of the pictures."""
-    from swinv2_moe.predict.annotate import copy_name, save_annotated
+def predict_all(
+    stream: Iterable[Picture],
+    names: list[str],
+    directory: str | None,
+    save: Callable[[Picture, Path], None],
+) -> list[Picture]:
+    """All results of a stream, with a progress bar. Copies of the pictures go to `directory`, if it
+    is given."""
+    from swinv2_moe.predict.annotate import copy_name
 
-    console = Console()
-    predictions = []
-    stream = predictor.stream(files, args.top_k, args.batch_size)
-    with Bar(console, "pictures", len(files)) as bar:
-        for name, prediction in zip(names, stream, strict=True):
-            predictions.append(prediction)
-            if args.annotated and prediction.error is None:
-                target = Path(args.annotated) / copy_name(name)
-                save_annotated(prediction, target)
+    results = []
+    with Bar(Console(), "pictures", len(names)) as bar:
+        for name, result in zip(names, stream, strict=True):
+            results.append(result)
+            if directory and result.error is None:
+                save(result, Path(directory) / copy_name(name))
             bar.advance("")
-    return predictions
+    return results
+
+
+def end_with_unreadable(results: Iterable[Picture]) -> None:
+    """Name the pictures that could not be read on stderr. If there are any, exit with status 1."""
+    unreadable = [result for result in results if result.error is not None]
+    for result in unreadable:
+        print_lines(f"{result.file}: cannot be read ({result.error})", file=sys.stderr)
+    if unreadable:
+        sys.exit(1)
 
 
 def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
@@ -123,14 +159,19 @@ def show(predictions: list[Prediction], names: list[str], top_k: int) -> None:
     if top_k > 1:
         columns.append("next")
     rows = [table_row(name, prediction)[: len(columns)] for name, prediction in readable]
-    if len(rows) > MAX_ROWS:
-        more = f"... {len(rows) - MAX_ROWS:,} more"
-        rows = rows[:MAX_ROWS] + [[more] + [""] * (len(columns) - 1)]
+    rows = first_rows(rows)
     console.print(number_table(columns, rows, text_columns=["picture", "class", "next"]))
     if len(readable) > MAX_ROWS:
         counts = Counter(prediction.best.label for _, prediction in readable)
         rows = [[name, f"{count:,}"] for name, count in counts.most_common()]
         console.print(number_table(["class", "pictures"], rows))
+
+
+def first_rows(rows: list[list[str]]) -> list[list[str]]:
+    """The rows of a table; of many the first ones, and how many there are more."""
+    if len(rows) <= MAX_ROWS:
+        return rows
+    return rows[:MAX_ROWS] + [[f"... {len(rows) - MAX_ROWS:,} more"] + [""] * (len(rows[0]) - 1)]
 
 
 def table_row(name: str, prediction: Prediction) -> list[str]:
@@ -146,17 +187,13 @@ def main() -> None:
     args = parse()
     check_opts(args.opts)
     check_run(args.run)
-    check_files_exist("PICTURE", args.inputs)
-    from swinv2_moe.data.images import image_paths
+    folder, files, names = find_pictures(args)
+    from swinv2_moe.predict.annotate import save_annotated
     from swinv2_moe.predict.predictor import load_predictor
 
-    files = image_paths(args.inputs)
-    folder, names = shared_folder(files)
-    if args.annotated:
-        check_annotated(Path(args.annotated), files, names)
-        output_directory(args.annotated, "--pictures")
     predictor = load_predictor(args.run, args.checkpoint, args.opts, "RUN")
-    predictions = predict(predictor, args, files, names)
+    stream = predictor.stream(files, args.top_k, args.batch_size)
+    predictions = predict_all(stream, names, args.pictures, save_annotated)
     console = Console()
     print_selection(console, predictor.facts)
     console.print(
@@ -183,8 +220,4 @@ def main() -> None:
             f" used; the first: {found[0]}",
             file=sys.stderr,
         )
-    unreadable = [prediction for prediction in predictions if prediction.error is not None]
-    for prediction in unreadable:
-        print_lines(f"{prediction.file}: cannot be read ({prediction.error})", file=sys.stderr)
-    if unreadable:
-        sys.exit(1)
+    end_with_unreadable(predictions)

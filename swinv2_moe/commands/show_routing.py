@@ -18,12 +18,12 @@ from pathlib import Path
 from swinv2_moe.commands.options import (
     CommandParser,
     add_checkpoint_arguments,
-    check_opts,
+    chosen_checkpoint,
     print_selection,
     print_unreadable,
     write_results,
 )
-from swinv2_moe.input_paths import check_data, check_files_exist, check_run
+from swinv2_moe.input_paths import check_files_exist
 from swinv2_moe.tables import Console, number_table
 
 
@@ -79,15 +79,11 @@ def show(results: dict, output: Path) -> None:
 
 def main() -> None:
     args = parse()
-    check_opts(args.opts)
-    check_run(args.resume)
-    check_data(args.data)
     check_files_exist("--images", args.images or ())
-    from swinv2_moe.checkpoints.checkpoint import select_checkpoint
+    resume, selected = chosen_checkpoint(args)
     from swinv2_moe.measure.routing import draw_routing
 
     output = Path(args.output)
-    resume, selected = select_checkpoint(args.resume, args.checkpoint)
     results = draw_routing(
         resume, output, args.images, args.data, args.dataset, args.opts, args.count, args.limit
     )

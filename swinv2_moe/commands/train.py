@@ -22,6 +22,7 @@ from swinv2_moe.commands.options import (
     CommandParser,
     add_config_argument,
     add_everyday_arguments,
+    add_left,
     add_opts_argument,
 )
 from swinv2_moe.errors import UserError
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--keep-held-out", action="store_true", help="no last training on all (TRAIN.ON_ALL False)"
     )
-    parser.add_argument("--bind", help=argparse.SUPPRESS)  # has left
+    add_left(parser, "--bind", "`torchrun --numa-binding node` binds ranks to NUMA nodes")
     parser.add_argument(
         "--check-files",
         action="store_true",
@@ -144,8 +145,6 @@ def main() -> None:
         " epoch, twice",
     )
     args = parser.parse_args()
-    if args.bind:
-        raise UserError("--bind has left: `torchrun --numa-binding node` binds ranks to NUMA nodes")
     args.opts = everyday_opts({name: getattr(args, name) for name in EVERYDAY}, args.opts)
     args.opts += ["TRAIN.ON_ALL", "False"] * args.keep_held_out
     choice = None

@@ -29,6 +29,7 @@ from swinv2_moe.train.evaluation import Accuracy, evaluate
 from swinv2_moe.train.routing import evenly_spaced, sample_tokens
 
 TOKENS = 4096  # of each layer
+_EPOCHS = 10  # of the distillation
 # Keys about the start of the original training and its ranks, with the values of a new run.
 _OF_THE_TRAINING = {
     "MODEL.PRETRAINED": "",
@@ -44,7 +45,6 @@ _OF_THE_TRAINING = {
 class Result:
     """What `compress` has written."""
 
-    config: CfgNode  # of the new run
     layers: dict[str, Compressed]
     before: Accuracy  # on the sample of training images
     after: Accuracy
@@ -94,24 +94,24 @@ def compress(
         load_strict(smaller, _tensors(model, layers), f"checkpoint {deployed.source.directory}")
         before, after = sample.measure(model), sample.measure(smaller)
         _write(output, config, deployed, smaller, after)
-    return Result(config, layers, before, after, len(sample))
+    return Result(layers, before, after, len(sample))
 
 
-def distillation_keys(config: CfgNode, run: Path, teacher: str, epochs: int) -> dict[str, object]:
+def distillation_keys(run: Path, teacher: str) -> dict[str, object]:
     """The keys with which a compressed run learns from its original: as in its training, with an
     epoch of warm-up and without mixed pictures. (A tenth of the rate was worse: docs/log.md.)
 
     Args:
-        config: of the compressed run, in the directory `run`.
+        run: the directory of the compressed run.
         teacher: the original run or checkpoint.
     """
     return {
         "MODEL.PRETRAINED": run,
         "TRAIN.DISTILL.TEACHER": teacher,
         "TRAIN.DISTILL.IMG_SIZE": 0,  # not that of the original's own teacher
-        "TRAIN.EPOCHS": epochs,
+        "TRAIN.EPOCHS": _EPOCHS,
         "TRAIN.MAX_STEPS": 0,
-        "TRAIN.WARMUP_EPOCHS": int(epochs > 1),
+        "TRAIN.WARMUP_EPOCHS": 1,
         "AUG.MIXUP": 0,
         "AUG.CUTMIX": 0,
     }

@@ -273,26 +273,16 @@ def _contents(
 ) -> Iterator[tuple[Path, dict]]:
     """The content of each file. Only one rank's experts are copied at a time."""
 
-    def content(state: dict[str, Tensor]) -> dict:
-        if kind == "swin-moe":
-            return {"model": compact(state)}
-        return compact(state)
+    def content(state: dict[str, Tensor], of_ranks: bool) -> dict:
+        if master:
+            names = [n for n in state if layouts.is_rank_specific(n, has_output_bias) == of_ranks]
+            state = {name: state[name] for name in names}
+        return {"model": compact(state)} if kind == "swin-moe" else compact(state)
 
     for file, state in zip(files, states, strict=True):
-        if master:
-            state = {
-                name: value
-                for name, value in state.items()
-                if layouts.is_rank_specific(name, has_output_bias)
-            }
-        yield file, content(state)
+        yield file, content(state, of_ranks=True)
     if master:
-        shared = {
-            name: value
-            for name, value in states[0].items()
-            if not layouts.is_rank_specific(name, has_output_bias)
-        }
-        yield master, content(shared)
+        yield master, content(states[0], of_ranks=False)
 
 
 def _meta_model(config: ModelConfig, num_classes: int) -> MoEModel:

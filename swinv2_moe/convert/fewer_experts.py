@@ -4,30 +4,23 @@
    Its tokens go to the experts that the router ranks next. An expert with few tokens changes
    little, so the load counts. This is the criterion of "Not All Experts are Equal" (arXiv
    2402.14800, section 3.1), one expert at a time instead of all subsets.
-2. Merge. Each removed expert may be merged into the remaining one with the most similar output: its
-   hidden units are permuted to match, then weights and router rows are averaged by load (M-SMoE,
-   arXiv 2310.01334, section 3.2; similarity of outputs as in HC-SMoE, arXiv 2410.08589). The merge
-   stays only if the layer's output comes nearer to the original.
-3. Fit. The second weight and bias of each expert (not of gated ones) become those that give the
+2. Fit. The second weight and bias of each expert (not of gated ones) become those that give the
    layer's original output with the least squares, near to what they were (ridge regression). How
    near is decided by tokens that the regression has not seen, also whether it helps at all. Fitting
-   merged experts to outputs by least squares: MergeMoE, arXiv 2510.14436.
+   experts to outputs by least squares: MergeMoE, arXiv 2510.14436.
 
 A short distillation from the original model follows.
 """
 
 # T tokens, E experts, N experts left, K top-k, H hidden dim of an expert, M model dim
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torch.func import functional_call
 
 from moe_core import ACTIVATIONS, MoEConfig, MoELayer
 from moe_core.ops.route.reference import gate_scores, gates_of, largest
@@ -39,11 +32,11 @@ RIDGE = (1e-3, 1e-2, 1e-1, 1.0)  # weights of the start in a regression
 
 class Compressed(NamedTuple):
     """A layer's tensors by name, the share of its output that has changed (0: none, 1: all), and
-    what was done."""
+    the experts that stay."""
 
     tensors: dict[str, Tensor]
     change: float
-    how: str
+    kept: list[int]
 
 
 def choices(logits: Tensor, config: MoEConfig, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,44 +89,20 @@ class Sample:
     @cached_property
     def outputs(self) -> Tensor:
         """The output of each expert for each token, [E, T, M]."""
-        return self.run({})
+        num, count = self.layer.config.num_experts, len(self.tokens)
+        offsets = torch.arange(1, num + 1, dtype=torch.int32) * count
+        return self.layer.experts(self.tokens.repeat(num, 1), offsets).view(num, count, -1)
 
     @cached_property
     def target(self) -> Tensor:
         """The layer's output without shared experts, [T, M]."""
-        return self.mixture(self.outputs, self.logits, self.bias)
+        return self.mixture(list(range(self.layer.config.num_experts)))
 
-    @cached_property
-    def weights(self) -> Tensor:
-        """The gate value of each expert for each token, 0 where it is not chosen: [T, E]."""
-        ids, gates = choices(self.logits, self.layer.config, self.bias)
-        return torch.zeros_like(self.logits).scatter(1, ids, gates)
-
-    def run(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The outputs of experts with other parameters [N, ...], [N, T, M]."""
-        experts = self.layer.experts
-        num = self.layer.config.num_experts
-        if "w1" in parameters:
-            num = len(parameters["w1"])
-        num_tokens = len(self.tokens)
-        rows = self.tokens.repeat(num, 1)
-        offsets = torch.arange(1, num + 1, dtype=torch.int32) * num_tokens
-        y = functional_call(experts, dict(parameters), (rows, offsets))
-        return y.view(num, num_tokens, -1)
-
-    def mixture(
-        self, outputs: Tensor, logits: Tensor, bias: Tensor, rows: list[int] | None = None
-    ) -> Tensor:
-        """The layer's output [T, M] if it had the experts of `logits` [T, N] and `bias` [N].
-
-        Args:
-            outputs: of each expert, [N, T, M].
-            rows: the row of `outputs` of each expert; None: all, in their order.
-        """
-        ids, gates = choices(logits, self.layer.config, bias)
-        if rows is not None:
-            ids = torch.tensor(rows)[ids]
-        chosen = outputs[ids, torch.arange(len(ids))[:, None]]  # [T, K, M]
+    def mixture(self, kept: list[int]) -> Tensor:
+        """The layer's output [T, M] if it had these experts, without shared ones."""
+        ids, gates = choices(self.logits[:, kept], self.layer.config, self.bias[kept])
+        rows = torch.tensor(kept)[ids]  # [T, K]
+        chosen = self.outputs[rows, torch.arange(len(rows))[:, None]]  # [T, K, M]
         return torch.einsum("tk,tkm->tm", gates, chosen)
 
 
@@ -145,19 +114,15 @@ def fewer_experts(layer: MoELayer, tokens: Tensor, num_experts: int) -> Compress
     """
     sample = Sample(layer, tokens)
     kept = _kept(sample, num_experts)
+    router, dim = ROUTERS[layer.config.router]
     part = _Part(sample, kept)
-    loads = (sample.weights > 0).sum(0)
-    removed = [e for e in range(layer.config.num_experts) if e not in kept and loads[e]]
-    merged = 0
-    for expert in sorted(removed, key=lambda e: -int(loads[e])):
-        merged += part.merge(expert, loads)
     change = part.fit()
-    tensors = dict(layer.state_dict()) | {f"router.{part.router_name}": part.router}
+    tensors = dict(layer.state_dict())
+    tensors[f"router.{router}"] = tensors[f"router.{router}"].index_select(dim, torch.tensor(kept))
     tensors |= {f"experts.{name}": tensor for name, tensor in part.experts.items()}
     if layer.balance is not None:
         tensors["balance.bias"] = sample.bias[kept]
-    how = f"experts {', '.join(map(str, kept))} stay; {merged} of the others merged into them"
-    return Compressed(tensors, change, how)
+    return Compressed(tensors, change, kept)
 
 
 def _kept(sample: Sample, num_experts: int) -> list[int]:
@@ -166,78 +131,25 @@ def _kept(sample: Sample, num_experts: int) -> list[int]:
     while len(kept) > num_experts:
         changes = []
         for expert in kept:
-            rest = [e for e in kept if e != expert]
-            y = sample.mixture(sample.outputs, sample.logits[:, rest], sample.bias[rest], rest)
+            y = sample.mixture([e for e in kept if e != expert])
             changes.append(change_of(sample.target, y)[0])
         del kept[changes.index(min(changes))]
     return kept
 
 
 class _Part:
-    """The experts that are left, while others are merged into them."""
+    """The experts that are left."""
 
     def __init__(self, sample: Sample, kept: list[int]) -> None:
-        layer = sample.layer
         self.sample, self.kept = sample, kept
-        self.experts = {name: p[kept].clone() for name, p in layer.experts.named_parameters()}
-        self.router_name, self.dim = ROUTERS[layer.config.router]
-        all_rows: Tensor = layer.router.get_parameter(self.router_name)
-        if layer.config.router == "cosine":
-            all_rows = F.normalize(all_rows, dim=0)  # their length has no effect
-        self.all_rows = all_rows
-        self.router = all_rows.index_select(self.dim, torch.tensor(kept))
-        self.outputs = sample.outputs[kept]
-        self.loads = [0] * len(kept)  # of the experts merged into each
-
-    def output(self) -> Tensor:
-        """The layer's output [T, M]."""
-        return self._output_with(self.outputs, self.router)
-
-    def _logits(self, rows: Tensor) -> Tensor:
-        """The logits [T, N] of a router with these rows."""
-        sample = self.sample
-        return functional_call(sample.layer.router, {self.router_name: rows}, (sample.tokens,))
-
-    def _output_with(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        """The layer's output with other outputs of the experts and rows of the router."""
-        return self.sample.mixture(outputs, self._logits(rows), self.sample.bias[self.kept])
-
-    def merge(self, expert: int, loads: Tensor) -> bool:
-        """Merge a removed expert into the nearest one, if that brings the output nearer.
-
-        Args:
-            loads: [E], the numbers of tokens of the original experts.
-        """
-        sample = self.sample
-        mine = sample.weights[:, expert] > 0
-        differences = self.outputs[:, mine] - sample.outputs[expert, mine]
-        nearest = int(differences.square().sum((1, 2)).argmin())
-        own = int(loads[self.kept[nearest]]) + self.loads[nearest]
-        share = int(loads[expert]) / (own + int(loads[expert]))
-        before = {name: tensor[nearest] for name, tensor in self.experts.items()}
-        other = {name: p[expert] for name, p in sample.layer.experts.named_parameters()}
-        other = matched(other, before)
-        merged = {name: before[name].lerp(other[name], share) for name in before}
-        output = sample.run({name: tensor[None] for name, tensor in merged.items()})[0]
-        rows = self.router.clone()
-        row = rows.select(self.dim, nearest)
-        row.lerp_(self.all_rows.select(self.dim, expert), share)
-        outputs = self.outputs.clone()
-        outputs[nearest] = output
-        y = self._output_with(outputs, rows)
-        if change_of(sample.target, y)[0] >= change_of(sample.target, self.output())[0]:
-            return False
-        for name, tensor in merged.items():
-            self.experts[name][nearest] = tensor
-        self.router, self.outputs = rows, outputs
-        self.loads[nearest] += int(loads[expert])
-        return True
+        experts = sample.layer.experts.named_parameters()
+        self.experts = {name: parameter[kept].clone() for name, parameter in experts}
 
     def fit(self) -> float:
         """Scale or fit the second weights and biases to the original output. Returns the change of
         the output: after a fit, that of tokens that it has not seen."""
         target = self.sample.target
-        change, scale = change_of(target, self.output())
+        change, scale = change_of(target, self.sample.mixture(self.kept))
         for name in self.experts.keys() & {"w2", "b2"}:
             self.experts[name] *= scale  # gate values of fewer experts are larger
         if self.sample.layer.config.gated:
@@ -253,14 +165,11 @@ class _Part:
         best = min(changes, key=changes.__getitem__)
         if best:
             seconds, _ = self._fitted(all_tokens, best)
-            self.experts["w2"] = torch.stack([second[: self._hidden_dim] for second in seconds])
+            hidden_dim = self.experts["w1"].shape[1]
+            self.experts["w2"] = torch.stack([second[:hidden_dim] for second in seconds])
             if "b2" in self.experts:
                 self.experts["b2"] = torch.stack([second[-1] for second in seconds])
         return changes[best]
-
-    @property
-    def _hidden_dim(self) -> int:
-        return self.experts["w1"].shape[1]
 
     def _fitted(self, chosen: Tensor, ridge: float) -> tuple[list[Tensor], Tensor]:
         """The second weights, each with the bias as its last row, fitted to the tokens where
@@ -270,7 +179,7 @@ class _Part:
         output is the sum of several.
         """
         sample, config = self.sample, self.sample.layer.config
-        logits = self._logits(self.router)
+        logits = sample.logits[:, self.kept]
         ids, gates = choices(logits, config, sample.bias[self.kept])
         weights = torch.zeros_like(logits).scatter(1, ids, gates)  # [T, N]
         rows, seconds, tokens = [], [], []
@@ -304,18 +213,6 @@ def _linear_part(
         return hidden, expert["w2"]
     ones = hidden.new_ones(len(hidden), 1)
     return torch.cat([hidden, ones], 1), torch.cat([expert["w2"], expert["b2"][None]])
-
-
-def matched(expert: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An expert's parameters ([H, M], [H]; b2 [M]) with its hidden units in the order in which they
-    fit those of the other expert best. Its output stays the same."""
-    similarity = sum(other[name] @ expert[name].T for name in ("w1", "w2"))
-    if "w3" in expert:
-        similarity = similarity + other["w3"] @ expert["w3"].T
-    assert isinstance(similarity, Tensor)
-    order = torch.from_numpy(linear_sum_assignment(similarity.numpy(), maximize=True)[1])
-    of_units = {name: p[order] for name, p in expert.items() if name != "b2"}
-    return expert | of_units
 
 
 def _regression(rows: Tensor, target: Tensor, start: Tensor, ridge: float) -> Tensor:

@@ -31,7 +31,6 @@ class Layer:
 
     experts: int
     bytes: int
-    ages: list[int]  # of each expert's copy: steps before the checkpoint's step
 
 
 def summarize(path: Path) -> Summary:
@@ -57,9 +56,8 @@ def summarize(path: Path) -> Summary:
         if problem:
             damaged[name] = problem
     layers = {}
-    for name, steps in meta["experts"].items():
-        ages = [step - expert_step for expert_step in steps]
-        layers[name] = Layer(len(steps), _size(files, f"experts/{name}/"), ages)
+    for name, experts in meta["experts"].items():
+        layers[name] = Layer(len(experts), _size(files, f"experts/{name}/"))
     return Summary(
         str(directory),
         step,

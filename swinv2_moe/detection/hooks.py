@@ -157,11 +157,8 @@ def _plain(values: dict) -> dict:
 
 
 class TuningHook(Hook):
-    """Checks the tuners' decided strategies every few iterations, and logs what they decide.
-
-    Forward times go to the visualizer as `strategy_ms/...`. It does nothing unless the backbone's
-    `expert_strategy` is "auto" on several processes.
-    """
+    """Logs what the tuners decide: nothing unless the backbone's `expert_strategy` is "auto" on
+    several processes."""
 
     def before_run(self, runner: Runner) -> None:
         self.tuning = Tuning(runner.detector)
@@ -169,7 +166,7 @@ class TuningHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch=None, outputs=None
     ) -> None:
-        self._record(runner, self.tuning.after_step(runner.iter + 1))
+        self._record(runner, self.tuning.take_events())
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         self._record(runner, self.tuning.take_events())
@@ -179,11 +176,4 @@ class TuningHook(Hook):
 
     def _record(self, runner: Runner, events: list[dict]) -> None:
         for event in events:
-            if event["event"] == "time":
-                name = f"strategy_ms/{event['layers']}"
-                runner.visualizer.add_scalar(name, event["ms"], runner.iter + 1)
-            else:
-                runner.logger.info(
-                    f"{event['layers']}: {event['event']}: {event['from']} -> {event['to']},"
-                    f" {event['ms']} ms"
-                )
+            runner.logger.info(f"{event['layers']}: {event['to']}, {event['ms']} ms")

@@ -68,7 +68,7 @@ def _percent(value: float | None) -> str:
 def as_results(result: Precision, names: Sequence[str]) -> dict[str, Any]:
     """The result, ready for JSON; percent."""
     content = result._asdict()
-    del content["curves"]
+    del content["curves"], content["matches"]
     content["by_class"] = {
         name: {"ap": ap, "ap50": ap50, "objects": count}
         for name, (ap, ap50, count) in zip(names, result.by_class, strict=True)

@@ -36,12 +36,7 @@ class StandardForm(nn.Module):
         replacements = {}  # deepcopy's memo: replacement by id of the original module
         for module in model.modules():
             if isinstance(module, MoEMlp):
-                replacements[id(module)] = StandardMoE(
-                    module.moe,
-                    module.eval_capacity_factor,
-                    batched_experts,
-                    module.eval_batch_prioritized,
-                )
+                replacements[id(module)] = StandardMoE(module.moe, batched=batched_experts)
             elif isinstance(module, FusedWindowAttention):
                 replacements[id(module)] = _Attention(module)
         self.model, self.dtype = (

@@ -1,4 +1,4 @@
-"""Accuracy and calibration of a checkpoint, overall, per class and by capacity factor.
+"""Accuracy and calibration of a checkpoint, overall and per class.
 
 - Top-k: the target is among the k most probable classes. Of equally probable classes, the first one
   ranks higher.
@@ -6,7 +6,6 @@
   1706.04599, equation 3).
 - Dropped share: the share of token-expert choices that exceed the expert's capacity, over all MoE
   layers and batches. Repeated and blank images are included.
-- Speed: forward passes of one batch that is already on the device. The slowest rank's time counts.
 
 Every image counts once on any number of ranks. Without capacity (factor 0), an image's result
 depends neither on the number of ranks nor on the batch size, except for rounding. With a capacity
@@ -16,41 +15,32 @@ N images, C classes
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from moe_core import MoEConfig, moe_layers, prepared
+from moe_core import MoEConfig, moe_layers
 from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.deployed import Deployed, check_capacity_factor, open_deployed
 from swinv2_moe.config import as_opts
-from swinv2_moe.data.build import Loader, evaluation_loader
+from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.datasets import UnreadableImages
-from swinv2_moe.data.samplers import ValSampler
-from swinv2_moe.data.sources import load_sources
+from swinv2_moe.data.sources import Source, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.rounds import interleaved, machine
-from swinv2_moe.measure.spread import quartiles, ratios
-from swinv2_moe.models import MoEMlp
+from swinv2_moe.measure.rounds import machine
 from swinv2_moe.ranks.agreement import check_same_data
-from swinv2_moe.ranks.world import World
 from swinv2_moe.tables import Bar, Console
 from swinv2_moe.train.evaluation import Predictions, predict
 
 BINS = 15
-ROUNDS, WARMUP = 20, 2  # of timing
-_SWEPT = ("top1", "top5", "loss", "ece", "dropped_share")  # reported for each factor of a sweep
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Options that override the checkpoint's routing; None or empty leaves it as configured.
+    """Options that override the checkpoint's routing; None leaves it as configured.
 
     Raises:
         UserError: a factor that is not finite.
@@ -58,13 +48,11 @@ class RoutingOptions:
 
     capacity_factor: float | None = None
     top_k: int | None = None
-    sweep: tuple[float, ...] = ()  # further capacity factors to compare with
 
     def __post_init__(self) -> None:
-        if self.capacity_factor is not None:
-            _check_finite("capacity-factor", self.capacity_factor)
-        for factor in self.sweep:
-            _check_finite("sweep", factor)
+        factor = self.capacity_factor
+        if factor is not None and not math.isfinite(factor):
+            raise UserError(f"--capacity-factor is {factor}, it must be finite (0: dropless)")
 
     def opts(self) -> list[str]:
         """The overrides as KEY VALUE pairs."""
@@ -84,17 +72,12 @@ class RoutingOptions:
             UserError: an option for a dense model; top_k for Soft MoE; also raised by
                 `check_capacity_factor`.
         """
-        options = {
-            "capacity-factor": self.capacity_factor,
-            "top-k": self.top_k,
-            "sweep": self.sweep or None,
-        }
-        for option, value in options.items():
-            if value is not None and layer is None:
-                raise UserError(
-                    f"--{option}: checkpoint {source.directory} is a dense model's, it has no"
-                    " experts"
-                )
+        options = {"capacity-factor": self.capacity_factor, "top-k": self.top_k}
+        given = [option for option, value in options.items() if value is not None]
+        if layer is None and given:
+            raise UserError(
+                f"--{given[0]}: checkpoint {source.directory} is a dense model's, it has no experts"
+            )
         if layer is None:
             return
         if self.top_k is not None and layer.routing == "soft":
@@ -104,13 +87,6 @@ class RoutingOptions:
             )
         if self.capacity_factor is not None:
             check_capacity_factor("capacity-factor", self.capacity_factor, layer)
-        for factor in self.sweep:
-            check_capacity_factor("sweep", factor, layer)
-
-
-def _check_finite(option: str, factor: float) -> None:
-    if not math.isfinite(factor):
-        raise UserError(f"--{option} is {factor}, it must be finite (0: dropless)")
 
 
 def evaluate_checkpoint(
@@ -136,37 +112,84 @@ def evaluate_checkpoint(
     """
     opts = list(opts) + routing.opts()
     with open_deployed(resume, data, dataset, opts, asdict(routing)) as deployed:
-        experts, world = deployed.model_config.experts, deployed.world
-        routing.check_experts(deployed.source, experts.layer)
-        subject = _Subject.of(deployed)
-        configured = experts.eval_capacity_factor
-        factors = sorted({configured} | set(routing.sweep), key=_capacity_order)
-        passes = {factor: subject.predictions(factor) for factor in factors}
-        speeds = {}
-        if routing.sweep:
-            speeds = subject.speeds(factors, configured)
+        layer, world = deployed.model_config.experts.layer, deployed.world
+        routing.check_experts(deployed.source, layer)
+        facts, predictions = _predicted(deployed)
     if not world.is_main:
         return None
-    for evaluated in passes.values():
-        if not np.isfinite(evaluated.predictions.losses).all():
-            raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
-    measured = {factor: passes[factor].measured(subject.class_names) for factor in factors}
-    results = deployed.facts() | subject.facts() | measured[configured]
-    layer = experts.layer
+    if not np.isfinite(predictions.losses).all():
+        raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
+    class_names = facts.pop("class_names")
+    results = deployed.facts() | facts | accuracy_of(predictions, class_names)
     if layer is not None:
         results["num_experts"] = layer.num_experts
         results["top_k"] = layer.top_k
-        results["capacity_factor"] = configured
-        results["batch_prioritized"] = subject.batch_prioritized()
-        results["dropped_share_by_layer"] = passes[configured].by_layer
-    if speeds:
-        rows = []
-        for factor in factors:
-            accuracy = {key: measured[factor][key] for key in _SWEPT}
-            rows.append({"capacity_factor": factor} | accuracy | speeds[factor])
-        results["rounds"] = ROUNDS
-        results["sweep"] = rows
+        results["capacity_factor"] = layer.eval_capacity_factor
+        results["batch_prioritized"] = layer.batch_prioritized
     return results
+
+
+def _predicted(deployed: Deployed) -> tuple[dict, Predictions]:
+    """Facts about the images and the routing of their tokens, and the predictions for them. Raises
+    UserError if too many images cannot be read."""
+    world, data = deployed.world, deployed.data
+    sources = world.on_every_rank(lambda: load_sources(data, validation_only=True))
+    check_same_data(data.path, world, sources.train, sources.val, sources.class_names)
+    sources, renamed = deployed.aligned(sources)
+    model = deployed.model(len(sources.class_names))
+    layers = moe_layers(model)
+    # [layers, 2]: number of dropped choices, number of choices
+    totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=world.device)
+
+    def after_batch() -> None:
+        for total, layer in zip(totals, layers.values(), strict=True):
+            routing = layer.last_routing
+            assert routing is not None
+            choices = routing.counts.sum()
+            total += torch.stack([routing.dropped_share * choices, choices])
+
+    predictions, unreadable = predict_images(deployed, model, sources.val, Console(), after_batch)
+    facts = {
+        "class_names": sources.class_names,
+        "classes": len(sources.class_names),
+        "other_class_names": renamed,
+        "data_notes": list(sources.notes),
+        "batch_size": data.batch_size,
+        "shuffled": data.test.shuffle,
+        "machine": machine(world.device.type),
+        "unreadable_images": unreadable,
+        "dropped_share": None,
+    }
+    if layers:
+        dropped, choices = world.sum(totals).T  # [layers]
+        facts["dropped_share"] = float(dropped.sum() / choices.sum())
+        shares = (dropped / choices).tolist()
+        facts["dropped_share_by_layer"] = dict(zip(layers, shares, strict=True))
+    return facts, predictions
+
+
+def predict_images(
+    deployed: Deployed,
+    model: nn.Module,
+    images: Source,
+    console: Console,
+    after_batch: Callable[[], None] = lambda: None,
+) -> tuple[Predictions, list[str]]:
+    """`predict` for all of `images` with a progress bar, and the paths of unreadable ones. Raises
+    UserError if there are too many of these."""
+    world, data = deployed.world, deployed.data
+    loader = evaluation_loader(data, images, world.rank, world.size, data.test.shuffle)
+
+    def count() -> None:
+        after_batch()
+        bar.advance("")
+
+    with Bar(console, "images", len(loader), visible=world.is_main) as bar:
+        order = loader.sampler.order
+        predictions, paths = predict(model, loader, world, deployed.autocast, count, order)
+    unreadable = UnreadableImages(len(images), data.max_bad_share)
+    unreadable.add(paths)
+    return predictions, list(unreadable.paths)
 
 
 def accuracy_of(predictions: Predictions, class_names: Sequence[str]) -> dict:
@@ -263,149 +286,3 @@ def reliability(confidence: np.ndarray, hits: np.ndarray, bins: int = BINS) -> l
 def _bin_of(confidence: np.ndarray, bins: int) -> np.ndarray:
     """The index m of the bin of each confidence: m / bins < confidence <= (m + 1) / bins."""
     return np.digitize(confidence, np.arange(1, bins) / bins, right=True)
-
-
-def _capacity_order(factor: float) -> float:
-    """Sort key: by capacity, unlimited (0) last."""
-    return abs(factor) or math.inf
-
-
-def _spread(values: list[float]) -> dict:
-    low, median, high = quartiles(values)
-    return {"median": median, "quartiles": [low, high]}
-
-
-class _Pass(NamedTuple):
-    """Results of all validation images at one capacity factor."""
-
-    predictions: Predictions
-    dropped_share: float | None  # None for a dense model
-    by_layer: dict[str, float]
-
-    def measured(self, class_names: Sequence[str]) -> dict:
-        return accuracy_of(self.predictions, class_names) | {"dropped_share": self.dropped_share}
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A checkpoint's model on its device, and the validation images. All ranks call each method."""
-
-    world: World
-    model: nn.Module
-    loader: Loader[ValSampler]
-    autocast: partial
-    shuffled: bool  # TEST.SHUFFLE
-    class_names: list[str]
-    notes: tuple[str, ...]  # messages of the dataset
-    renamed: str | None
-    unreadable: UnreadableImages
-
-    @classmethod
-    def of(cls, deployed: Deployed) -> "_Subject":
-        world, data = deployed.world, deployed.data
-        sources = world.on_every_rank(lambda: load_sources(data, validation_only=True))
-        check_same_data(data.path, world, sources.train, sources.val, sources.class_names)
-        sources, renamed = deployed.aligned(sources)
-        return cls(
-            world,
-            deployed.model(len(sources.class_names)),
-            evaluation_loader(data, sources.val, world.rank, world.size, data.test.shuffle),
-            deployed.autocast,
-            data.test.shuffle,
-            sources.class_names,
-            sources.notes,
-            renamed,
-            UnreadableImages(len(sources.val), data.max_bad_share),
-        )
-
-    def facts(self) -> dict:
-        return {
-            "classes": len(self.class_names),
-            "other_class_names": self.renamed,
-            "data_notes": list(self.notes),
-            "batch_size": self.loader.batch_size,
-            "shuffled": self.shuffled,
-            "machine": machine(self.world.device.type),
-            "unreadable_images": list(self.unreadable.paths),
-        }
-
-    def batch_prioritized(self) -> bool:
-        """Whether a full expert keeps the tokens with the highest probability in evaluation."""
-        layers = [module for module in self.model.modules() if isinstance(module, MoEMlp)]
-        if layers[0].eval_batch_prioritized is None:
-            return layers[0].moe.config.batch_prioritized
-        return layers[0].eval_batch_prioritized
-
-    def predictions(self, factor: float) -> _Pass:
-        """Predict all validation images at a capacity factor. Raises UserError if too many images
-        cannot be read."""
-        layers = moe_layers(self.model)
-        # [layers, 2]: number of dropped choices, number of choices
-        totals = torch.zeros(len(layers), 2, dtype=torch.float64, device=self.world.device)
-
-        def after_batch() -> None:
-            for total, layer in zip(totals, layers.values(), strict=True):
-                routing = layer.last_routing
-                assert routing is not None
-                choices = routing.counts.sum()
-                total += torch.stack([routing.dropped_share * choices, choices])
-            bar.advance("")
-
-        what = "images"
-        if layers:
-            what = f"capacity factor {factor:g}"
-        with _capacity_factor(self.model, factor), self._bar(what, len(self.loader)) as bar:
-            order = self.loader.sampler.order
-            predictions, paths = predict(
-                self.model, self.loader, self.world, self.autocast, after_batch, order
-            )
-        self.unreadable.add(paths)
-        dropped, choices = self.world.sum(totals).T  # [layers]
-        share = None
-        if layers:
-            share = float(dropped.sum() / choices.sum())
-        share_of_layers = (dropped / choices).tolist()
-        return _Pass(predictions, share, dict(zip(layers, share_of_layers, strict=True)))
-
-    def speeds(self, factors: list[float], base: float) -> dict[float, dict]:
-        """Images/s of all ranks together at each factor, and the ratio to the speed at `base` in
-        each round."""
-        images = next(iter(self.loader)).images.to(self.world.device)
-
-        @torch.inference_mode()
-        def forward(factor: float) -> None:
-            with _capacity_factor(self.model, factor), self.autocast():
-                self.model(images)
-            bar.advance("")
-
-        with prepared(self.model), self._bar("timing", len(factors) * (WARMUP + ROUNDS)) as bar:
-            passes = {str(factor): partial(forward, factor) for factor in factors}
-            times = interleaved(passes, ROUNDS, WARMUP, self.world)
-        num_images = sum(self.world.gather(len(images)))
-        speeds = {}
-        for factor in factors:
-            rounds = times[str(factor)]
-            rates = [1e3 * num_images / milliseconds for milliseconds in rounds]
-            relative = ratios(times[str(base)], rounds)
-            speeds[factor] = {
-                "images_per_second": _spread(rates),
-                "speed_ratio": _spread(relative),
-            }
-        return speeds
-
-    def _bar(self, what: str, total: int) -> Bar:
-        return Bar(Console(), what, total, visible=self.world.is_main)
-
-
-@contextmanager
-def _capacity_factor(model: nn.Module, factor: float) -> Iterator[None]:
-    """Set the evaluation capacity factor of every MoE layer within the block."""
-    layers = [module for module in model.modules() if isinstance(module, MoEMlp)]
-    before = [layer.eval_capacity_factor for layer in layers]
-    try:
-        for layer in layers:
-            layer.eval_capacity_factor = factor
-        yield
-    finally:
-        for layer, configured in zip(layers, before, strict=True):
-            layer.eval_capacity_factor = configured

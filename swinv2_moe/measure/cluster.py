@@ -4,8 +4,8 @@ moe_core's cost model predicts the time of the MoE layers. All layers have the s
 all-to-all algorithm): the one with the smallest total time. This module adds the trunk's matrix
 products, its other operations (proportional to its activations), the all-reduce of its gradients,
 which overlaps with the backward pass, and the memory traffic of the optimiser.
-docs/reference/cost-model.md has the formulas and assumptions, docs/explanation/planner.md the
-errors against published figures.
+docs/explanation/planner.md has the formulas, the assumptions and
+the errors against published figures.
 """
 
 # W GPUs, g of them on each of N nodes
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ from swinv2_moe.models.build import build_model, count
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.ranks.world import open_world
 from swinv2_moe.train.section import TrainConfig
+
+Made = TypeVar("Made", Link, Machine)
 
 LARGEST = 4096  # GPUs
 ASSUMED_CLASSES = 1000  # if the data determine the number of classes
@@ -221,14 +223,10 @@ def _saved_elements(model: nn.Module, images: torch.Tensor) -> int:
 def scales(gpus_per_node: int, gpus: int) -> list[int]:
     """1, 2, 4, ... inside a node, then a node times 1, 2, 4, ... up to 4,096 GPUs; and `gpus`."""
     sizes = {gpus}
-    size = 1
-    while size < gpus_per_node:
-        sizes.add(size)
-        size *= 2
-    size = gpus_per_node
-    while size <= LARGEST:
-        sizes.add(size)
-        size *= 2
+    for unit, most in ((1, gpus_per_node - 1), (gpus_per_node, LARGEST)):
+        while unit <= most:
+            sizes.add(unit)
+            unit *= 2
     return sorted(sizes)
 
 
@@ -275,11 +273,7 @@ def predict_step(
     gpu_trunk = float(model.trunk_parameters)
     if config.shard_trunk:
         gpu_trunk /= gpus
-        gradients = _exposed_shards(machine, model, gpus, gpus_per_node, trunk)
-    else:
-        gradients = _exposed_all_reduce(
-            machine, model.trunk_parameters, gpus, gpus_per_node, trunk * 2 / 3
-        )
+    gradients = _exposed_gradients(machine, model, config.shard_trunk, gpus, gpus_per_node, trunk)
     if group < gpus and gpu_experts:  # after the backward pass, between the groups
         near = min(max(gpus_per_node // group, 1), gpus // group)
         gradients += _all_reduce(machine, 4 * gpu_experts, near, gpus // group // near)
@@ -345,31 +339,22 @@ def _best(
     return strategy, total
 
 
-def _exposed_shards(
-    machine: Machine, model: Model, gpus: int, gpus_per_node: int, trunk: float
+def _exposed_gradients(
+    machine: Machine, model: Model, shards: bool, gpus: int, gpus_per_node: int, trunk: float
 ) -> float:
-    """Seconds of a sharded trunk's traffic that do not overlap with its passes.
+    """Seconds in which the trunk's gradients are exchanged that do not overlap with its passes.
 
-    Each block is gathered in fp32 for both passes, and its gradients are scattered: one and a half
-    times the traffic of an all-reduce. At least the traffic of one block does not overlap.
+    They are all-reduced in buckets, in fp32, beside the backward pass. Of a sharded trunk each
+    block is gathered for both passes, and its gradients are scattered: one and a half times the
+    traffic of an all-reduce. At least the last bucket or block does not overlap.
     """
+    traffic, parts, overlapped = 1.0, math.ceil(4 * model.trunk_parameters / BUCKET_BYTES), 2 / 3
+    if shards:
+        traffic, parts, overlapped = 1.5, model.blocks, 1.0
     near = min(gpus, gpus_per_node)
-    block_bytes = 4 * model.trunk_parameters / model.blocks
-    block = 1.5 * _all_reduce(machine, block_bytes, near, math.ceil(gpus / near))
-    return max(model.blocks * block - trunk, block)
-
-
-def _exposed_all_reduce(
-    machine: Machine, parameters: int, gpus: int, gpus_per_node: int, backward: float
-) -> float:
-    """Seconds of the fp32 gradients' all-reduce that do not overlap with the trunk's backward pass.
-
-    At least the last bucket does not overlap.
-    """
-    near = min(gpus, gpus_per_node)
-    buckets = math.ceil(4 * parameters / BUCKET_BYTES)
-    bucket = _all_reduce(machine, 4 * parameters / buckets, near, math.ceil(gpus / near))
-    return max(buckets * bucket - backward, bucket)
+    part_bytes = 4 * model.trunk_parameters / parts
+    part = traffic * _all_reduce(machine, part_bytes, near, math.ceil(gpus / near))
+    return max(parts * part - overlapped * trunk, part)
 
 
 def _all_reduce(machine: Machine, num_bytes: float, near: int, nodes: int) -> float:
@@ -434,10 +419,8 @@ def save_profile(machine: Machine, path: str | Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    content = asdict(machine)
-    if math.isinf(machine.memory):
-        content["memory"] = None
-    write_json(path, content)
+    memory = None if math.isinf(machine.memory) else machine.memory
+    write_json(path, asdict(machine) | {"memory": memory})
 
 
 def load_profile(path: str | Path) -> Machine:
@@ -453,21 +436,13 @@ def load_profile(path: str | Path) -> Machine:
         raise UserError(f"--profile {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"--profile {path}: {error}") from error
-    memory = content["memory"]
-    if memory is None:
-        memory = math.inf
-    return Machine(
-        content["name"],
-        _link(content["intra"]),
-        _link(content["inter"]),
-        content["flops"],
-        content["flops_fp32"],
-        content["memory_bandwidth"],
-        content["kernel_overhead"],
-        memory,
-        content.get("reduce_scatter", 1.0),
-    )
+    if content["memory"] is None:
+        content["memory"] = math.inf
+    links = {name: _made(Link, content[name]) for name in ("intra", "inter")}
+    return _made(Machine, content | links)
 
 
-def _link(content: dict[str, float]) -> Link:
-    return Link(content["latency"], content["bandwidth"], content.get("delay", 0.0))
+def _made(kind: type[Made], content: dict[str, Any]) -> Made:
+    """An object of a dataclass from its fields; further names are left out."""
+    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: content[name] for name in known if name in content})

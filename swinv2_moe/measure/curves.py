@@ -132,7 +132,6 @@ def draw_curves(runs: Sequence[RunRecord]) -> list[Panel]:
         suffix = ""
         if len(runs) > 1:
             suffix = f" ({run.name})"
-        panels += _strategy_times(run, suffix)
         panels += _loads(run, suffix)
     return panels
 
@@ -206,29 +205,6 @@ def _readings(lines: list[_Line]) -> list[Reading]:
                 texts.append(f"{line.name} {values[last]:,.4g}".strip())
         readings.append(Reading(float(step), texts))
     return readings
-
-
-def _strategy_times(run: RunRecord, suffix: str) -> list[Panel]:
-    """A curve for each key of the tuner: the forward time of its decided strategy."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for entry in run.strategies:
-        event = entry["strategy"]
-        if event["event"] == "time" and event["ms"] is not None:
-            curves.setdefault(event["layers"], []).append((entry["step"], event["ms"]))
-    if not curves:
-        return []
-    canvas = new_figure(_WIDTH, _HEIGHT)
-    axes = canvas.subplots()
-    for i, (layers, points) in enumerate(curves.items()):
-        x, y = thin(*zip(*points, strict=True))
-        axes.plot(x, y, color=COLOURS[i % len(COLOURS)], linewidth=1.6, marker=".", label=layers)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.legend(frameon=False, fontsize=6)
-    tidy(axes)
-    title = f"MoE layers under the tuner{suffix}"
-    note = "ms of a forward pass with the strategy decided"
-    return [Panel(title, note, to_svg(canvas, title), "machine")]
 
 
 def _loads(run: RunRecord, suffix: str) -> Iterator[Panel]:

@@ -17,22 +17,11 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import MAX_LINE, other_runs
 from swinv2_moe.locks import LOCK, is_locked
 from swinv2_moe.measure.run_entries import parse_entry
-from swinv2_moe.tables import in_words, seconds_left
+from swinv2_moe.tables import Position, in_words, seconds_left
 
 _MAX_CONFIG = 1 << 16  # characters
 _QUIET = 60  # after so many seconds without a new line, the run may have stopped
 _RECENT = 20  # number of logged steps for the median speed: the first steps of an epoch are slow
-
-
-class RunPosition(NamedTuple):
-    """A position in a run, as `swinv2_moe.tables.Position`."""
-
-    epochs: int
-    max_steps: int
-    steps_per_epoch: int
-    epoch: int
-    epoch_step: int
-    step: int
 
 
 class RunLength(NamedTuple):
@@ -138,7 +127,7 @@ class LiveRun:
         assert self.last is not None
         return self.last
 
-    def position(self) -> RunPosition | None:
+    def position(self) -> Position | None:
         """The position in the run; None before the first logged step, or if the length of an epoch
         is not known yet."""
         if self.length is None or self.last is None:
@@ -157,7 +146,7 @@ class LiveRun:
         unseen = max(0, epoch_step - 1) // steps_per_epoch
         epoch, epoch_step = epoch + unseen, epoch_step - unseen * steps_per_epoch
         epochs, max_steps, _ = self.length
-        return RunPosition(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
+        return Position(epochs, max_steps, steps_per_epoch, epoch, epoch_step, step)
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds from `now` (since 1970) to the end of the run; None if not known yet."""

@@ -9,14 +9,17 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from swinv2_moe.config import default_config, flatten, model_config
+from swinv2_moe.forms import NUMBER, TEXT, fits, object_of, record
 from swinv2_moe.measure.curves import draw_curves
 from swinv2_moe.measure.report_validation import ReportValidation
-from swinv2_moe.measure.run_entries import NUMBER, fits
 from swinv2_moe.measure.run_record import RunRecord
-from swinv2_moe.measure.time_account import time_account
 from swinv2_moe.models.section import count_moe_layers
 from swinv2_moe.output import printable
+from swinv2_moe.plots import COLOURS
 from swinv2_moe.tables import in_words
+
+_PHASES = ("staging", "start", "data", "training", "validation", "saving", "other")
+_COLOUR = dict(zip(_PHASES, (*COLOURS, "#888888"), strict=True))
 
 
 def render(
@@ -65,7 +68,7 @@ def _section(run: RunRecord, validation: ReportValidation) -> dict:
     return {
         "name": run.name,
         "facts": _facts(run),
-        "time": time_account(run),
+        "time": _time_account(run),
         "strategies": _strategies(run),
         "validation": validation,
         "config": run.config.dump(),
@@ -113,7 +116,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if run.epochs:
         facts["top-1, last"] = f"{run.epochs[-1]['val_top1']:.2f}%"
         best = max(epoch["val_top1"] for epoch in run.epochs)
-        if fits(summary, {"best_val_top1": NUMBER}):  # TRAIN.BEST_BY may be another measure
+        if fits(record({"best_val_top1": NUMBER}), summary):  # TRAIN.BEST_BY may be another measure
             best = summary["best_val_top1"]
         facts["top-1, best"] = f"{best:.2f}%"
         if run.has_top5:
@@ -126,7 +129,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["MACs an image"] = f"{summary['active_macs'] / 1e6:,.1f}M"
     if run.config.TRAIN.DISTILL.TEACHER:
         facts["teacher"] = run.config.TRAIN.DISTILL.TEACHER
-    if fits(summary, {"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}):
+    if fits(record({"teacher_hit_rate": NUMBER, "teacher_cache_bytes": NUMBER}), summary):
         size = f"{summary['teacher_cache_bytes'] / 1e6:,.1f} MB"
         facts["teacher's outputs"] = f"{size}, {summary['teacher_hit_rate']:.0%} from the cache"
     num_steps = max(entry["step"] for entry in run.steps[-1:] + run.epochs[-1:])
@@ -148,21 +151,15 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return facts
 
 
-def _strategies(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
-    """The record of the tuner: step, layers, event, strategy, milliseconds."""
+def _strategies(run: RunRecord) -> list[tuple[str, str, str, str]]:
+    """The decisions of the tuner: step, layers, strategy, milliseconds."""
     rows = []
     for entry in run.strategies:
         event = entry["strategy"]
-        if event["event"] == "time":
+        if event["event"] != "decided":  # earlier versions also recorded times
             continue
-        strategy = event["to"]
-        if event["from"] not in (None, strategy):
-            strategy = f"{event['from']} → {strategy}"
-        times = [event["ms_before"], event["ms"]]
-        milliseconds = " → ".join(f"{time:.2f}" for time in times if time is not None)
-        rows.append(
-            (f"{entry['step']:,}", event["layers"], event["event"], strategy, milliseconds or "-")
-        )
+        milliseconds = "-" if event["ms"] is None else f"{event['ms']:.2f}"
+        rows.append((f"{entry['step']:,}", event["layers"], event["to"], milliseconds))
     return rows
 
 
@@ -175,3 +172,37 @@ def _environment(run: RunRecord, index: int) -> dict:
         "title": f"{run.name}{part}",
         "facts": {key: value for key, value in facts.items() if value is not None},
     }
+
+
+def _time_account(run: RunRecord) -> dict | None:
+    """The time of a run by phase: a note, and for each phase its name, colour, percent of the width
+    of a bar, and time. None if its summary has no phases (it has not ended, or is of an earlier
+    version)."""
+    summary = run.summary or {}
+    phases = summary.get("phases")
+    if phases is None or not fits(object_of(TEXT, NUMBER), phases):
+        return None
+    total = sum(phases.get(name, 0) for name in _PHASES)
+    if not total:
+        return None
+    parts = []
+    for name in _PHASES:
+        if phases.get(name):
+            seconds = f"{phases[name]:,.1f} s"
+            share = {"colour": _COLOUR[name], "percent": 100 * phases[name] / total}
+            parts.append({"name": name, "time": seconds} | share)
+    accounted = 1 - phases.get("other", 0) / total
+    note = f"{total:,.1f} s in all parts of the run, {accounted:.1%} of it accounted for"
+    return {"note": note + _to_solution(summary), "parts": parts}
+
+
+def _to_solution(summary: dict) -> str:
+    if not fits(record({"time_to_solution": NUMBER, "target_top1": NUMBER}), summary):
+        return ""
+    text = (
+        f"; time to solution (top-1 {summary['target_top1']:g}%):"
+        f" {summary['time_to_solution']:,.1f} s"
+    )
+    if fits(record({"joules_to_target": NUMBER}), summary):
+        text += f", {summary['joules_to_target'] / 1e3:,.1f} kJ"
+    return text

@@ -10,7 +10,7 @@ import numpy as np
 
 from swinv2_moe.data.images import decode, read_file
 from swinv2_moe.files import MAX_LINE, parse_json
-from swinv2_moe.measure.average_precision import Detections, Precision, match, objects_of
+from swinv2_moe.measure.average_precision import Detections, Match, Precision, coco_results
 from swinv2_moe.measure.report import page_template
 from swinv2_moe.measure.report_validation import data_url
 from swinv2_moe.output import printable
@@ -22,15 +22,6 @@ _WORST = 12  # pictures that are shown
 _CURVES = 6  # classes whose precision is drawn
 _SHOWN_SIDE = 480  # pixels of a picture in the page
 _RIGHT, _WRONG, _MISSED = "#228833", "#ee6677", "#4477aa"
-
-
-class Worst(NamedTuple):
-    """A picture with mistakes."""
-
-    image: str  # a data URL
-    file: str
-    missed: int
-    wrong: int
 
 
 class Measured(NamedTuple):
@@ -149,16 +140,17 @@ def _panel(title: str, note: str, lines: Sequence[tuple]) -> dict[str, str]:
     return {"title": title, "note": note, "svg": to_svg(figure, title)}
 
 
-def _worst(measured: Measured) -> list[Worst]:
+def _worst(measured: Measured) -> list[dict]:
     """The pictures with the most mistakes at IoU 0.5, drawn: found and right, found and wrong,
     missed."""
-    truth, found, names = measured.truth, measured.found, measured.class_names
-    objects = objects_of(truth)
+    truth, matches = measured.truth, measured.result.matches
+    names = {
+        row["id"]: name for row, name in zip(truth["categories"], measured.class_names, strict=True)
+    }
     files = {row["id"]: row["file_name"] for row in truth["images"]}
-    marked = {}
-    for image in files:
-        truths, labels, crowds = objects[image]
-        marked[image] = mistakes(found[image], truths, labels, crowds, names)
+    found = {row["id"]: row for row in coco_results(measured.found, list(names))}
+    objects = {row["id"]: row for row in truth["annotations"]}
+    marked = {image: mistakes(matches[image], found, objects, names) for image in files}
     order = sorted(marked, key=lambda image: -marked[image][0])
     pictures = []
     for image in order[:_WORST]:
@@ -167,46 +159,46 @@ def _worst(measured: Measured) -> list[Worst]:
             break
         drawn = draw_boxes(decode(read_file(Path(measured.root, files[image]))), boxes)
         drawn.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))
-        pictures.append(Worst(data_url(np.asarray(drawn)), files[image], missed, wrong))
+        shown = {"image": data_url(np.asarray(drawn)), "file": files[image]}
+        pictures.append(shown | {"missed": missed, "wrong": wrong})
     return pictures
 
 
 def mistakes(
-    found: Detections,
-    boxes: np.ndarray,
-    labels: np.ndarray,
-    crowds: np.ndarray,
-    names: Sequence[str],
+    matches: Sequence[Match],
+    found: Mapping[int, dict],
+    objects: Mapping[int, dict],
+    names: Mapping[int, str],
 ) -> tuple[float, list[Box], int, int]:
     """What is wrong in a picture: the scores of wrong detections and 1 for each missed object in
     all, boxes to draw, and the numbers of missed objects and wrong detections.
 
     Args:
-        boxes, labels, crowds: the objects, as of `objects_of`.
+        matches: of each class of the picture.
+        found, objects: the detections (as of `coco_results`) and the objects by their ids.
+        names: of the classes, by id.
     """
-    shown = found.scores >= THRESHOLD
     drawn: list[Box] = []
     cost, missed, wrong = 0.0, 0, 0
-    for label in sorted(set(labels.tolist()) | set(found.labels[shown].tolist())):
-        mine = labels == label
-        chosen = np.flatnonzero(shown & (found.labels == label))
-        one = match(found, boxes[mine], crowds[mine], chosen)
-        hits = one.object_of[0] if len(chosen) else np.zeros(0, int)
-        for place, hit, ignored in zip(one.order, hits, one.ignored[0], strict=True):
-            if ignored:
+
+    def draw(row: dict, text: str, colour: str) -> None:
+        left, top, width, height = row["bbox"]
+        drawn.append(Box(left, top, left + width, top + height, text, colour))
+
+    for match in matches:
+        name, hits = names[match["category_id"]], set()
+        columns = (match["dtIds"], match["dtScores"], match["dtMatches"][0], match["dtIgnore"][0])
+        for number, score, hit, ignored in zip(*columns, strict=True):
+            if score < THRESHOLD or ignored:
                 continue
-            colour = _RIGHT if hit >= 0 else _WRONG
-            score = float(found.scores[place])
-            text = f"{names[label]} {score:.0%}"
-            left, top, right, bottom = found.boxes[place].tolist()
-            drawn.append(Box(left, top, right, bottom, text, colour))
-            if hit < 0:
+            hits.add(hit)
+            draw(found[number], f"{name} {score:.0%}", _RIGHT if hit else _WRONG)
+            if not hit:
                 wrong += 1
                 cost += score
-        for number, (left, top, width, height) in enumerate(boxes[mine].tolist()):
-            if number not in hits and not crowds[mine][number]:
-                text = f"missed {names[label]}"
-                drawn.append(Box(left, top, left + width, top + height, text, _MISSED))
+        for number, ignored in zip(match["gtIds"], match["gtIgnore"], strict=True):
+            if number not in hits and not ignored:
+                draw(objects[number], f"missed {name}", _MISSED)
                 missed += 1
                 cost += 1
     return cost, drawn, missed, wrong

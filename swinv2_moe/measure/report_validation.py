@@ -13,18 +13,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from scipy.sparse import coo_array, csr_array
 from torch import nn
 
 from moe_core import moe_layers
 from swinv2_moe.checkpoints.deployed import Deployed, open_deployed
-from swinv2_moe.data.build import evaluation_loader
-from swinv2_moe.data.datasets import ImageDataset, Sample, UnreadableImages
+from swinv2_moe.data.datasets import ImageDataset, Sample
 from swinv2_moe.data.sources import Source, Subset, load_sources
 from swinv2_moe.errors import UserError
-from swinv2_moe.measure.accuracy import accuracy_of
+from swinv2_moe.measure.accuracy import accuracy_of, predict_images
 from swinv2_moe.routing_pictures import columns, figure_pixels, pictures_figure, to_pixels
-from swinv2_moe.tables import Bar, Console
-from swinv2_moe.train.evaluation import Predictions, predict
+from swinv2_moe.tables import Console
+from swinv2_moe.train.evaluation import Predictions
 from swinv2_moe.train.routing import evenly_spaced, record_choices
 
 _IMAGES = 8  # validation images that are shown with their most probable classes
@@ -35,57 +35,13 @@ _CLASSES = 20  # classes in the confusion matrix
 _PAIRS = 15  # most frequent mistakes that are shown
 
 
-class Mistake(NamedTuple):
-    """A class that was predicted as another one. Classes are numbers."""
-
-    truth: int
-    predicted: int
-    images: int
-
-
-class Matrix(NamedTuple):
-    """The confusion matrix of some classes."""
-
-    classes: list[int]
-    counts: np.ndarray  # int64 [classes, classes]; a row for each true class
-    # int64 [classes], images that were predicted as a class that is not shown
-    elsewhere: np.ndarray
-
-
-class Guess(NamedTuple):
-    """A class and its probability."""
-
-    name: str
-    probability: float
-
-
 class Picture(NamedTuple):
     """A validation image and the model's prediction."""
 
     image: str  # a data URL
     truth: str
     is_right: bool
-    guesses: list[Guess]
-
-
-class ClassRow(NamedTuple):
-    """A row for a class of the data. `taken_for` is its most frequent mistake, with the number of
-    images."""
-
-    name: str
-    images: int
-    top1: float | None  # percent; None without images
-    taken_for: str
-
-
-class MatrixRow(NamedTuple):
-    """A row of the confusion matrix: how many images of a class were predicted as each class shown,
-    and as other classes."""
-
-    name: str
-    images: int
-    counts: list[int]
-    elsewhere: int
+    guesses: list[tuple[str, float]]  # classes and their probabilities
 
 
 class ReportValidation(NamedTuple):
@@ -97,8 +53,10 @@ class ReportValidation(NamedTuple):
     problem: str = ""
     about: str = ""  # the checkpoint and the images
     facts: dict[str, str] = {}  # noqa: RUF012
-    classes: Sequence[ClassRow] = ()  # the worst first
-    matrix: Sequence[MatrixRow] = ()  # the classes with the most mistakes
+    # name, images, top1 (percent; None without images), taken_for: the worst first
+    classes: Sequence[dict] = ()
+    # name, images, counts (as each class shown), elsewhere (as others): most mistakes
+    matrix: Sequence[dict] = ()
     pairs: Sequence[tuple[str, str, int, int]] = ()  # truth, prediction, mistakes, images of truth
     worst: Sequence[Picture] = ()
     samples: Sequence[Picture] = ()
@@ -138,11 +96,14 @@ def _validate(deployed: Deployed, why: str, limit: int) -> ReportValidation:
     if limit and limit < len(source):
         source = Subset(source, evenly_spaced(len(source), limit))
     model = deployed.model(len(names))
-    predictions = _predict(deployed, model, source)
+    predictions, _ = predict_images(deployed, model, source, Console(stderr=True))
+    if not np.isfinite(predictions.losses).all():
+        raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
     if not len(predictions.targets):
         return ReportValidation(problem="No predictions: no validation image can be read.")
     measured = accuracy_of(predictions, names)
-    all_mistakes = mistakes(predictions)
+    counts = confusion(predictions, len(names))
+    order = mistakes(counts)
     samples, routing = _samples(deployed, model, source, names)
     about = f"{why or deployed.source.directory.name}. {len(predictions.targets):,} images"
     if source is not sources.val:
@@ -151,33 +112,16 @@ def _validate(deployed: Deployed, why: str, limit: int) -> ReportValidation:
         problem="; ".join(warnings),
         about=f"{about}.",
         facts=_facts(measured),
-        classes=_class_rows(measured["per_class"], taken_for(all_mistakes), names),
-        matrix=_matrix_rows(predictions, names),
-        pairs=_pairs(all_mistakes, predictions, names),
+        classes=_class_rows(measured["per_class"], order, names),
+        matrix=matrix(counts, names, _CLASSES),
+        pairs=[
+            (names[truth], names[predicted], images, measured["per_class"][truth]["images"])
+            for truth, predicted, images in order[:_PAIRS]
+        ],
         worst=_worst_pictures(deployed, source, predictions, names),
         samples=samples,
         routing=routing,
     )
-
-
-def _predict(deployed: Deployed, model: nn.Module, source: Source) -> Predictions:
-    """Predict the images of `source`. Raises UserError if too many images cannot be read, or
-    outputs are not finite."""
-    data, world = deployed.data, deployed.world
-    loader = evaluation_loader(data, source, shuffle=data.test.shuffle)
-    with Bar(Console(stderr=True), "images", len(loader)) as bar:
-        predictions, unreadable = predict(
-            model,
-            loader,
-            world,
-            deployed.autocast,
-            lambda: bar.advance(""),
-            loader.sampler.order,
-        )
-    UnreadableImages(len(source), data.max_bad_share).add(unreadable)
-    if not np.isfinite(predictions.losses).all():
-        raise UserError(f"checkpoint {deployed.source.directory}: its outputs are not finite")
-    return predictions
 
 
 def _facts(measured: dict) -> dict[str, str]:
@@ -193,15 +137,13 @@ def _facts(measured: dict) -> dict[str, str]:
 
 
 def _class_rows(
-    per_class: list[dict], taken: dict[int, Mistake], names: Sequence[str]
-) -> list[ClassRow]:
-    rows = []
-    for number, entry in enumerate(per_class):
-        text = ""
-        if number in taken:
-            text = f"{names[taken[number].predicted]} ({taken[number].images:,})"
-        rows.append(ClassRow(entry["name"], entry["images"], entry["top1"], text))
-    return sorted(rows, key=lambda row: math.inf if row.top1 is None else row.top1)
+    per_class: list[dict], order: Sequence[tuple[int, int, int]], names: Sequence[str]
+) -> list[dict]:
+    taken: dict[int, str] = {}
+    for truth, predicted, images in order:
+        taken.setdefault(truth, f"{names[predicted]} ({images:,})")
+    rows = [entry | {"taken_for": taken.get(i, "")} for i, entry in enumerate(per_class)]
+    return sorted(rows, key=lambda row: math.inf if row["top1"] is None else row["top1"])
 
 
 def _worst_pictures(
@@ -218,32 +160,10 @@ def _worst_pictures(
         image = dataset[int(predictions.indices[position])].image
         photo = to_pixels(image[None], data.mean, data.std)[0]
         truth = int(predictions.targets[position])
-        guess = Guess(
-            names[predictions.predicted[position]], float(predictions.confidence[position])
-        )
-        true_class = Guess(names[truth], math.exp(-predictions.losses[position]))
+        guess = (names[predictions.predicted[position]], float(predictions.confidence[position]))
+        true_class = (names[truth], math.exp(-predictions.losses[position]))
         pictures.append(Picture(data_url(photo), names[truth], False, [guess, true_class]))
     return pictures
-
-
-def _matrix_rows(predictions: Predictions, names: Sequence[str]) -> list[MatrixRow]:
-    shown = matrix(predictions, len(names), _CLASSES)
-    totals = shown.counts.sum(1) + shown.elsewhere
-    rows = []
-    for i, number in enumerate(shown.classes):
-        counts = shown.counts[i].tolist()
-        rows.append(MatrixRow(names[number], int(totals[i]), counts, int(shown.elsewhere[i])))
-    return rows
-
-
-def _pairs(
-    all_mistakes: Sequence[Mistake], predictions: Predictions, names: Sequence[str]
-) -> list[tuple[str, str, int, int]]:
-    totals = np.bincount(predictions.targets, minlength=len(names)).tolist()
-    pairs = []
-    for truth, predicted, images in all_mistakes[:_PAIRS]:
-        pairs.append((names[truth], names[predicted], images, totals[truth]))
-    return pairs
 
 
 @torch.inference_mode()
@@ -287,9 +207,10 @@ def _picture(
 ) -> Picture:
     best = probs.topk(min(_GUESSES, len(probs)))
     ids = best.indices.tolist()
-    guesses = []
-    for number, probability in zip(ids, best.values.tolist(), strict=True):
-        guesses.append(Guess(names[number], probability))
+    guesses = [
+        (names[number], probability)
+        for number, probability in zip(ids, best.values.tolist(), strict=True)
+    ]
     is_right = ids[0] == sample.target
     return Picture(data_url(photo), names[sample.target], is_right, guesses)
 
@@ -301,40 +222,36 @@ def data_url(picture: np.ndarray) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def mistakes(predictions: Predictions) -> list[Mistake]:
-    """Each pair of classes with mistakes, the most frequent first."""
-    wrong = predictions.ranks > 0
-    pairs = np.stack([predictions.targets[wrong], predictions.predicted[wrong]], axis=1)
-    distinct, counts = np.unique(pairs, axis=0, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    found = []
-    for i in order:
-        truth, predicted = map(int, distinct[i])
-        found.append(Mistake(truth, predicted, int(counts[i])))
-    return found
+def confusion(predictions: Predictions, num_classes: int) -> csr_array:
+    """The number of images by true and predicted class, int64 [C, C]. It is sparse: C can be
+    21,841."""
+    pairs = (predictions.targets, predictions.predicted)
+    ones = np.ones(len(pairs[0]), np.int64)
+    return csr_array(coo_array((ones, pairs), (num_classes, num_classes)))
 
 
-def matrix(predictions: Predictions, num_classes: int, most: int) -> Matrix:
-    """The confusion matrix of all classes. If there are more than `most` classes, only the `most`
-    with the most mistakes are shown.
+def mistakes(counts: csr_array) -> list[tuple[int, int, int]]:
+    """True class, predicted class and number of images of each confusion, the most frequent
+    first."""
+    pairs = coo_array(counts)
+    wrong = np.stack([*pairs.coords, pairs.data], 1)[pairs.row != pairs.col]
+    return [tuple(row) for row in wrong[np.argsort(-wrong[:, 2], kind="stable")].tolist()]
 
-    The mistakes of a class are wrong predictions of its images, and images of other classes that
-    were predicted as it.
-    """
-    classes = np.arange(num_classes)
-    if num_classes > most:
-        wrong = predictions.ranks > 0
-        involved = np.bincount(predictions.targets[wrong], minlength=num_classes)
-        involved += np.bincount(predictions.predicted[wrong], minlength=num_classes)
+
+def matrix(counts: csr_array, names: Sequence[str], most: int) -> list[dict]:
+    """Rows of the confusion matrix, of all classes or of the `most` with the most mistakes: wrong
+    predictions of a class's images, and of the class for images of others."""
+    classes, right = np.arange(len(names)), counts.diagonal()
+    if len(names) > most:
+        involved = counts.sum(0) + counts.sum(1) - 2 * right
         classes = np.sort(np.argsort(-involved, kind="stable")[:most])
-    targets, predicted = predictions.targets, predictions.predicted
-    shown = np.isin(targets, classes) & np.isin(predicted, classes)
-    rows = np.searchsorted(classes, targets[shown])
-    cols = np.searchsorted(classes, predicted[shown])
-    counts = np.zeros((len(classes), len(classes)), np.int64)
-    np.add.at(counts, (rows, cols), 1)
-    images = np.bincount(targets, minlength=num_classes)[classes]
-    return Matrix(classes.tolist(), counts, images - counts.sum(1))
+    shown = counts[classes][:, classes].toarray()
+    rows = []
+    images_of = counts.sum(1)[classes]
+    for number, row, images in zip(classes.tolist(), shown, images_of.tolist(), strict=True):
+        row_counts = {"counts": row.tolist(), "elsewhere": images - int(row.sum())}
+        rows.append({"name": names[number], "images": images} | row_counts)
+    return rows
 
 
 def worst(predictions: Predictions, count: int) -> list[int]:
@@ -342,11 +259,3 @@ def worst(predictions: Predictions, count: int) -> list[int]:
     wrong = np.flatnonzero(predictions.ranks > 0)
     order = np.argsort(-predictions.confidence[wrong], kind="stable")
     return wrong[order][:count].tolist()
-
-
-def taken_for(all_mistakes: Sequence[Mistake]) -> dict[int, Mistake]:
-    """The most frequent mistake of each true class. `all_mistakes`: a result of `mistakes`."""
-    by_class: dict[int, Mistake] = {}
-    for mistake in all_mistakes:
-        by_class.setdefault(mistake.truth, mistake)
-    return by_class

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -198,11 +198,11 @@ def draw_routing(
         sources = None
         if not (images and data is None and _is_elsewhere(deployed.data)):
             sources = load_sources(deployed.data, validation_only=True)
-        shown = _choose(images, count, sources)
+        shown, labels = _choose(images, count, sources)
         model = deployed.model(num_classes=0)
-        pictures = _paint_all(model, shown.images, deployed, must_be_readable=bool(images))
+        pictures = _paint_all(model, shown, deployed, must_be_readable=bool(images))
         painted = pictures_figure(
-            pictures, shown.labels, list(map(block_name, moe_layers(model))), num_experts
+            pictures, labels, list(map(block_name, moe_layers(model))), num_experts
         )
         if sources is None:
             _save({"routing.png": painted}, output)
@@ -232,20 +232,14 @@ def draw_routing(
     return results
 
 
-class _Shown(NamedTuple):
-    """The images of routing.png and their labels."""
-
-    images: Subset
-    labels: list[str]
-
-
 def _is_elsewhere(data: DataConfig) -> bool:
     """Whether the data set is in a folder that is not on this machine."""
     return DATASETS[data.dataset].needs_files and not os.path.exists(data.path)
 
 
-def _choose(names: Sequence[str], count: int, sources: Sources | None) -> _Shown:
-    """`count` of the named images, or of the validation images if there are no names."""
+def _choose(names: Sequence[str], count: int, sources: Sources | None) -> tuple[Subset, list[str]]:
+    """`count` of the named images, or of the validation images if there are no names; and their
+    labels."""
     if names:
         files: Source = _files(names)
         chosen = Subset(files, evenly_spaced(len(files), count))
@@ -254,7 +248,7 @@ def _choose(names: Sequence[str], count: int, sources: Sources | None) -> _Shown
         assert sources is not None
         chosen = Subset(sources.val, evenly_spaced(len(sources.val), count))
         labels = [sources.class_names[target] for target in chosen.targets]
-    return _Shown(chosen, labels)
+    return chosen, labels
 
 
 def _check(output: Path, count: int, limit: int | None) -> None:

@@ -12,10 +12,13 @@ from moe_core.files import open_regular
 from swinv2_moe.config import config_from_text
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import MAX_LINE, other_runs, read_bounded
-from swinv2_moe.measure.run_entries import NUMBER, fits, parse, parse_entry
+from swinv2_moe.forms import COUNT, NUMBER, TEXT, fits, record
+from swinv2_moe.measure.run_entries import parse, parse_entry
 
 _MAX_BYTES = 1 << 20  # of config.yaml and summary.json
-_SUMMARY = {"parameters": NUMBER, "active_macs": NUMBER, "world_size": int, "device": str}
+_SUMMARY = record(
+    {"parameters": NUMBER, "active_macs": NUMBER, "world_size": COUNT, "device": TEXT}
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class RunRecord:
     environments: list[dict]
     summary: dict | None  # None: the run has not ended
     damaged_lines: int  # in metrics.jsonl; a run that was killed may leave one
-    # `step` and `strategy`: decisions or timings of a tuner
+    # `step` and `strategy`: decisions of a tuner
     strategies: Sequence[dict] = ()
 
     @property
@@ -168,7 +171,7 @@ def read_summary(file: Path) -> dict | None:
     if not file.exists():
         return None
     summary = parse(_read(file, missing=f"{file}: has just vanished"))
-    if not fits(summary, _SUMMARY):
+    if not fits(_SUMMARY, summary):
         raise UserError(f"{file}: is damaged, it does not hold what a run's summary holds")
     return summary
 

@@ -11,7 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_core import MoEConfig, MoELayer, ignore_experts
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.models.ffn import Block, FFNForm, as_expert, find_blocks, form_of, stages_of
+from swinv2_moe.models.ffn import (
+    Block,
+    FFNForm,
+    as_expert,
+    by_stage,
+    find_blocks,
+    form_of,
+    stages_of,
+)
 from swinv2_moe.models.moe_mlp import MoEMlp
 from swinv2_moe.models.protocol import (
     MoEModel,
@@ -35,7 +43,6 @@ def add_experts(
     freeze: bool = False,
     aux_loss_weight: float = 0.01,
     eval_capacity_factor: float | None = None,
-    eval_batch_prioritized: bool | None = None,
     expert_group: ExpertGroup | dist.ProcessGroup | None = None,
     expert_strategy: ParallelStrategy | str = ParallelStrategy(),  # noqa: B008 - frozen
     **moe: Any,
@@ -94,7 +101,7 @@ def add_experts(
         layer.to(like.dtype)
         if upcycle:
             upcycle_layer(layer, as_expert(block.ffn.state_dict(), form.gate_last))
-        experts = MoEMlp(layer, freeze, eval_batch_prioritized, aux_loss_weight, **form.layout())
+        experts = MoEMlp(layer, freeze, aux_loss_weight, **form.layout())
         replacements.append(experts.train(block.ffn.training))
     for block, experts in zip(chosen, replacements, strict=True):
         setattr(block.module, block.attribute, experts)
@@ -127,8 +134,9 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence) -> list[Block]:
         return _by_words(found, blocks)
     if not len(blocks):
         raise ValueError(f"blocks ({blocks}) names no block")
+    chosen: Any = blocks
     if any(isinstance(entry, (list, tuple)) for entry in blocks):
-        chosen = _by_stage(stages_of(found), blocks)
+        chosen = by_stage(stages_of(found), chosen, "blocks")
     else:
         chosen = [_by_number_or_name(found, entry) for entry in blocks]
     for i, block in enumerate(chosen):
@@ -149,21 +157,6 @@ def _by_words(found: list[Block], blocks: str) -> list[Block]:
     if count > len(found):
         raise ValueError(f"blocks ({blocks!r}): the model has {len(found)} blocks with an MLP")
     return found[-count:] if match[1] == "last" else found[count - 1 :: count]
-
-
-def _by_stage(stages: list[list[Block]], blocks: Sequence) -> list[Block]:
-    if len(blocks) > len(stages):
-        raise ValueError(f"blocks ({blocks}) has {len(blocks)} stages, the model has {len(stages)}")
-    chosen = []
-    for stage, numbers in enumerate(blocks):
-        for number in numbers:
-            there = len(stages[stage])
-            if type(number) is not int or not -there <= number < there:
-                raise ValueError(
-                    f"blocks names block {number} of stage {stage}, which has {there} blocks"
-                )
-            chosen.append(stages[stage][number])
-    return chosen
 
 
 def _by_number_or_name(found: list[Block], entry: object) -> Block:

@@ -4,14 +4,16 @@ B images, T tokens, M model dim, H hidden dim
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from timm.layers import GELU, ConvMlp, GELUTanh, GluMlp, Mlp, QuickGELU, SwiGLU, Swish
 from timm.models.inception_next import ConvMlp as InceptionConvMlp
 from torch import Tensor, nn
 
 from swinv2_moe.models.moe_mlp import MoEMlp
+
+Item = TypeVar("Item")
 
 # A block's name for its FFN. The `mlp_tokens` of an MLP-Mixer mixes positions, not channels.
 _ATTRIBUTE = re.compile(r"mlp\d?|mlp_channels|ffn")
@@ -92,6 +94,31 @@ def stages_of(blocks: list[Block]) -> list[list[Block]]:
             container = match[1] or ""
         stages.setdefault(container, []).append(block)
     return list(stages.values())
+
+
+def by_stage(
+    stages: Sequence[Sequence[Item]], chosen: Sequence[Sequence[int]], name: str
+) -> list[Item]:
+    """The blocks that `chosen` names: for each stage their numbers, negative ones from the end.
+
+    Args:
+        name: of `chosen`, for messages.
+
+    Raises:
+        ValueError: there is no such stage or block.
+    """
+    if len(chosen) > len(stages):
+        raise ValueError(f"{name} ({chosen}) has {len(chosen)} stages, the model has {len(stages)}")
+    blocks = []
+    for stage, numbers in enumerate(chosen):
+        there = len(stages[stage])
+        for number in numbers:
+            if type(number) is not int or not -there <= number < there:
+                raise ValueError(
+                    f"{name} names block {number} of stage {stage}, which has {there} blocks"
+                )
+            blocks.append(stages[stage][number])
+    return blocks
 
 
 def form_of(block: Block) -> FFNForm:

@@ -30,15 +30,12 @@ class MoEMlp(nn.Module):
             its fc1 is not two layers in one.
         aux_loss_weight: factor of the attached gradient, a number or a scalar tensor. It includes
             the factor by which the loss of the output is scaled, if any.
-        eval_capacity_factor, eval_batch_prioritized: values in evaluation mode; None: as the layer
-            is configured.
     """
 
     def __init__(
         self,
         moe: MoELayer,
         frozen: bool = False,
-        eval_batch_prioritized: bool | None = None,
         aux_loss_weight: float | Tensor = 0.0,
         *,
         channels_first: bool = False,
@@ -48,8 +45,6 @@ class MoEMlp(nn.Module):
         super().__init__()
         self.channels_first, self.dropout, self.gate_last = channels_first, dropout, gate_last
         self.moe = moe.requires_grad_(not frozen)
-        self.eval_capacity_factor: float | None = None
-        self.eval_batch_prioritized = eval_batch_prioritized
         self.frozen = frozen
         self.aux_loss_weight = aux_loss_weight
         self.attaches_aux_loss = True
@@ -67,9 +62,6 @@ class MoEMlp(nn.Module):
         return self._forward(x.movedim(1, -1), **options).movedim(-1, 1)
 
     def _forward(self, x: Tensor, **options) -> Tensor:
-        if not self.training:
-            options["capacity_factor"] = self.eval_capacity_factor
-            options["batch_prioritized"] = self.eval_batch_prioritized
         y, aux_loss = self.moe(x, **options)
         if self.frozen:
             self.aux_loss = None

@@ -11,6 +11,7 @@ timm a backbone.
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_core import MoEConfig, MoELayer, ignore_experts, moe_layers
 from moe_core.parallel import ExpertGroup, ParallelStrategy
-from swinv2_moe.models.ffn import find_blocks, form_of, stages_of
+from swinv2_moe.models.ffn import by_stage, find_blocks, form_of, stages_of
 from swinv2_moe.models.moe_mlp import MoEMlp, separate_aux_loss, take_aux_loss
 from swinv2_moe.models.section import PUBLISHED_MOE
 
@@ -43,7 +44,6 @@ class MoEModel(nn.Module):
         moe: further MoEConfig fields, which override the published recipe.
         eval_capacity_factor: capacity factor in evaluation mode; None: that of `moe`, by default 0
             (dropless).
-        eval_batch_prioritized: `batch_prioritized` in evaluation mode; None: as in training.
         hidden_ratio: hidden dim of an expert, in units of the hidden dim of the FFN that it
             replaces.
         freeze_moe: the MoE layers are not trained, and route as in evaluation.
@@ -74,7 +74,6 @@ class MoEModel(nn.Module):
         moe_blocks: Sequence[Sequence[int]] = (),
         moe: dict | None = None,
         eval_capacity_factor: float | None = None,
-        eval_batch_prioritized: bool | None = None,
         hidden_ratio: float = 1.0,
         freeze_moe: bool = False,
         aux_loss_weight: float = 0.01,
@@ -90,22 +89,19 @@ class MoEModel(nn.Module):
         expert_group = ExpertGroup.of(expert_group)
         stages = self.block_stages()
         values = PUBLISHED_MOE | (moe or {})
-        if num_experts:
-            _check_moe_blocks(moe_blocks, [len(blocks) for blocks in stages])
-        for i, blocks in enumerate(stages):
-            block: Any
-            for j, block in enumerate(blocks):
-                self.adapt_block(block)
-                if not num_experts or i >= len(moe_blocks) or j not in moe_blocks[i]:
-                    continue
+        chosen = by_stage(stages, moe_blocks, "moe_blocks") if num_experts else []
+        if num_experts and not chosen:
+            raise ValueError(f"moe_blocks ({moe_blocks}) names no block for the experts")
+        block: Any
+        for block in itertools.chain.from_iterable(stages):
+            self.adapt_block(block)
+            if block in chosen:
                 dim = block.mlp.fc1.in_features
                 hidden_dim = round(hidden_ratio * block.mlp.fc1.out_features)
                 config = MoEConfig(dim, hidden_dim, num_experts, **values)
                 config = complete_config(self, block, config, eval_capacity_factor)
                 layer = MoELayer(config, expert_group, strategy=expert_strategy, device=device)
-                block.mlp = MoEMlp(
-                    layer.to(dtype), freeze_moe, eval_batch_prioritized, aux_loss_weight
-                )
+                block.mlp = MoEMlp(layer.to(dtype), freeze_moe, aux_loss_weight)
         self.init_weights(needs_reset=False)
         self.register_load_state_dict_post_hook(_recompute_buffers)
         ignore_experts(self)
@@ -331,20 +327,3 @@ def _recompute_buffers(model: nn.Module, *_) -> None:
     for module in model.modules():
         if hasattr(module, "init_non_persistent_buffers"):  # timm's blocks and attention
             module.init_non_persistent_buffers()
-
-
-def _check_moe_blocks(moe_blocks: Sequence[Sequence[int]], depths: Sequence[int]) -> None:
-    """Raise ValueError unless `moe_blocks` names blocks that stages of `depths` blocks have."""
-    if not any(moe_blocks):
-        raise ValueError(f"moe_blocks ({moe_blocks}) names no block for the experts")
-    if len(moe_blocks) > len(depths):
-        raise ValueError(
-            f"moe_blocks ({moe_blocks}) has {len(moe_blocks)} stages, the model has {len(depths)}"
-        )
-    for stage, blocks in enumerate(moe_blocks):
-        for block in blocks:
-            if not 0 <= block < depths[stage]:
-                raise ValueError(
-                    f"moe_blocks names block {block} of stage {stage}, which has {depths[stage]}"
-                    " blocks"
-                )

@@ -21,9 +21,28 @@ from swinv2_moe.models.timm_model import timm_model
 from swinv2_moe.models.timm_names import timm_description
 from swinv2_moe.models.weight_files import read_metadata, read_weights
 
+_LEFT = "eval_batch_prioritized"  # an argument in files of earlier versions
+# The published placement of experts (arXiv 2206.03382, section 5), and that of smaller models.
 _PUBLISHED_BLOCKS = ((), (), (1, 3, 5, 7, 9, 11, 13, 15, 17), (1,))
 _SMALL = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24), "window_size": 12}
+_SMALL |= {"moe_blocks": _PUBLISHED_BLOCKS}
 _BASE = _SMALL | {"embed_dim": 128, "num_heads": (4, 8, 16, 32)}
+_TINY = _SMALL | {"depths": (2, 2, 6, 2), "window_size": 8, "moe_blocks": ((), (), (1, 3, 5), (1,))}
+_NANO = {"patch_size": 2, "embed_dim": 32, "depths": (1, 2, 2), "num_heads": (2, 4, 8)}
+_NANO |= {"window_size": 4, "moe_blocks": ((), (1,), (1,))}  # of the quickstart
+_V2, _RELEASED = SwinTransformerV2MoE, SwinTransformerMoE
+# By name: class, arguments, side of an image, classes. The first two are of any size; without
+# arguments, the small one.
+_VARIANTS: dict[str, tuple[type, dict[str, Any], int, int]] = {
+    "swinv2_moe": (_V2, _SMALL, 192, 1000),
+    "swin_moe": (_RELEASED, _SMALL, 192, 1000),
+    "swinv2_moe_nano_window4_16": (_V2, _NANO, 16, 10),
+    "swinv2_moe_tiny_window8_256": (_V2, _TINY, 256, 1000),
+    "swinv2_moe_small_window12_192": (_V2, _SMALL, 192, 21841),
+    "swinv2_moe_base_window12_192": (_V2, _BASE, 192, 21841),
+    "swin_moe_small_window12_192": (_RELEASED, _SMALL, 192, 21841),
+    "swin_moe_base_window12_192": (_RELEASED, _BASE, 192, 21841),
+}
 
 
 def _cfg(size: int, classes: int) -> dict:
@@ -42,24 +61,15 @@ def _cfg(size: int, classes: int) -> dict:
     }
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "swinv2_moe.untrained": _cfg(192, 1000),
-        "swin_moe.untrained": _cfg(192, 1000),
-        "timm_moe.untrained": {"url": "", "fixed_input_size": True},  # most are
-        "swinv2_moe_bundled_tiny.in_package": _cfg(64, 1000),
-        "swinv2_moe_nano_window4_16.untrained": _cfg(16, 10),
-        "swinv2_moe_tiny_window8_256.untrained": _cfg(256, 1000),
-        "swinv2_moe_small_window12_192.untrained": _cfg(192, 21841),
-        "swinv2_moe_base_window12_192.untrained": _cfg(192, 21841),
-        "swin_moe_small_window12_192.untrained": _cfg(192, 21841),
-        "swin_moe_base_window12_192.untrained": _cfg(192, 21841),
-    }
-)
+_cfgs: Any = {f"{name}.untrained": _cfg(*sizes) for name, (_, _, *sizes) in _VARIANTS.items()}
+_cfgs["timm_moe.untrained"] = {"url": "", "fixed_input_size": True}  # most are
+_cfgs["swinv2_moe_bundled_tiny.in_package"] = _cfg(64, 1000)
+default_cfgs = generate_default_cfgs(_cfgs)
 
 
 def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwargs: dict):
     args = {"num_experts": 8} | variant_args | kwargs
+    args.pop(_LEFT, None)
     stages = tuple(range(len(args["depths"])))
     model: Any = build_model_with_cfg(
         cls,
@@ -77,18 +87,16 @@ def _create(cls: type, variant: str, pretrained: bool, variant_args: dict, kwarg
     return model
 
 
-@register_model
-def swinv2_moe(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """SwinV2-MoE of any size; without arguments, the small size."""
-    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerV2MoE, "swinv2_moe", pretrained, args, kwargs)
+def _register(name: str, cls: type, arguments: dict[str, Any]) -> None:
+    def create(pretrained: bool = False, **kwargs):
+        return _create(cls, name, pretrained, arguments, kwargs)
+
+    create.__name__ = name
+    register_model(create)
 
 
-@register_model
-def swin_moe(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
-    """Swin-MoE of any size, as released (pre-norm); without arguments, the small size."""
-    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerMoE, "swin_moe", pretrained, args, kwargs)
+for _name, (_class, _arguments, *_) in _VARIANTS.items():
+    _register(_name, _class, _arguments)
 
 
 @register_model
@@ -102,6 +110,7 @@ def timm_moe(pretrained: bool = False, **kwargs) -> MoEModel:
     if not kwargs.get("name"):
         raise UserError("timm_moe needs the name of a model of timm: name='vit_small_patch16_224'")
     no_weights = {"url": "", "hf_hub_id": None, "file": None, "tag": ""}
+    kwargs.pop(_LEFT, None)
     described = timm_description(kwargs["name"]) | no_weights | {"architecture": "timm_moe"}
     given = kwargs.pop("pretrained_cfg", None)
     if given is not None and not isinstance(given, str):
@@ -148,53 +157,3 @@ def swinv2_moe_bundled_tiny(pretrained: bool = False, **kwargs) -> SwinTransform
     model = _create(SwinTransformerV2MoE, "swinv2_moe_bundled_tiny", pretrained, args, kwargs)
     model.pretrained_cfg["state_dict"] = None
     return model
-
-
-@register_model
-def swinv2_moe_nano_window4_16(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """The quickstart's size: 16 px, patches of 2, three stages."""
-    args = {
-        "patch_size": 2,
-        "embed_dim": 32,
-        "depths": (1, 2, 2),
-        "num_heads": (2, 4, 8),
-        "window_size": 4,
-    }
-    args["moe_blocks"] = ((), (1,), (1,))
-    return _create(SwinTransformerV2MoE, "swinv2_moe_nano_window4_16", pretrained, args, kwargs)
-
-
-@register_model
-def swinv2_moe_tiny_window8_256(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """SwinV2-T, experts in every other block of its last two stages."""
-    args = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "window_size": 8}
-    args["moe_blocks"] = ((), (), (1, 3, 5), (1,))
-    return _create(SwinTransformerV2MoE, "swinv2_moe_tiny_window8_256", pretrained, args, kwargs)
-
-
-@register_model
-def swinv2_moe_small_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """SwinV2-S at 192 px, the published placement of experts (arXiv 2206.03382, section 5)."""
-    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerV2MoE, "swinv2_moe_small_window12_192", pretrained, args, kwargs)
-
-
-@register_model
-def swinv2_moe_base_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerV2MoE:
-    """SwinV2-B at 192 px, the published placement of experts (arXiv 2206.03382, section 5)."""
-    args = _BASE | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerV2MoE, "swinv2_moe_base_window12_192", pretrained, args, kwargs)
-
-
-@register_model
-def swin_moe_small_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
-    """Swin-MoE-S as released (pre-norm)."""
-    args = _SMALL | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerMoE, "swin_moe_small_window12_192", pretrained, args, kwargs)
-
-
-@register_model
-def swin_moe_base_window12_192(pretrained: bool = False, **kwargs) -> SwinTransformerMoE:
-    """Swin-MoE-B as released (pre-norm)."""
-    args = _BASE | {"moe_blocks": _PUBLISHED_BLOCKS}
-    return _create(SwinTransformerMoE, "swin_moe_base_window12_192", pretrained, args, kwargs)

@@ -25,13 +25,13 @@ _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 # Of MODEL.MOE: at their defaults, the experts compute what the FFN computes.
 _OF_FFN = ("activation", "gated", "output_bias", "hidden_dropout")
 _OPTIONAL = ("drop_path_rate",)
-_OPTIONS: tuple[str, ...] = (
+_OPTIONS = (
     "hidden_ratio",
     "aux_loss_weight",
     "eval_capacity_factor",
-    "eval_batch_prioritized",
+    "expert_group",
+    "expert_strategy",
 )
-_OPTIONS += ("expert_group", "expert_strategy")
 _MAX_REASON = 300
 
 

@@ -22,7 +22,6 @@ from moe_core.ops.autograd import (
     is_differentiated_again,
     op,
     plain_gradients,
-    register_autograd,
 )
 from moe_core.ops.backend import is_interpreted
 from moe_core.ops.native.library import chosen
@@ -63,7 +62,7 @@ def window_attention(
         raise ValueError(
             f"mask {list(mask.shape)} does not fit the windows of qkv {list(qkv.shape)}"
         )
-    return _differentiable(qkv, bias, mask, scale, cosine)[0]
+    return _window_attention(qkv, bias, mask, scale, cosine)[0]
 
 
 def runs(qkv: Tensor) -> bool:
@@ -229,4 +228,4 @@ def _plain_backward(ctx, grad, qkv, bias, mask, scale):
     return of_qkv, of_bias, None, of_scale, None
 
 
-_differentiable = register_autograd(_window_attention, _backward, _save)
+_window_attention.register_autograd(_backward, _save)

@@ -61,6 +61,8 @@ class Choice(NamedTuple):
         largest_batch: the largest batch to try, in pictures over all ranks; 0: DATA.BATCH_SIZE is
             given.
         sizes: keys and values of the sizes of image to try, the smallest first.
+        trained: side of the images that the weights were trained on; 0: random weights, or the
+            pictures have at most half of it, so that it adds nothing.
         given: keys that the user has set.
     """
 
@@ -68,6 +70,7 @@ class Choice(NamedTuple):
     lines: list[str]
     largest_batch: int
     sizes: list[dict[str, object]]
+    trained: int
     given: frozenset[str]
 
 
@@ -136,7 +139,10 @@ def choose(data: str, opts: Sequence[str] = (), output: str | None = None) -> Ch
         largest = largest_batch(pictures.num_train)
     sizes = sizes_to_try(weights, given)
     shown = [str(pictures), weights.line, *map(str, decisions)]
-    return Choice(config, shown, largest, sizes, frozenset(given))
+    trained = weights.keys.get("DATA.IMG_SIZE")
+    side = min(pictures.width, pictures.height)
+    size = trained if isinstance(trained, int) and side > trained // 2 else 0
+    return Choice(config, shown, largest, sizes, size, frozenset(given))
 
 
 def apply_rules(

@@ -74,7 +74,8 @@ def complete(
     sources = world.on_every_rank(lambda: _pictures(sections, teacher))
     best, probe = 0, None
     if choice.sizes:
-        best, probe, found = choose_size([one for one, _ in candidates], sources, world)
+        to_try = [one for one, _ in candidates]
+        best, probe, found = choose_size(to_try, sources, world, choice.trained)
         _show(found, world)
     config, lines = tried[best]
     lines = lines + note

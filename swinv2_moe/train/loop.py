@@ -274,7 +274,7 @@ class Trainer:
                 rate = images / (time.perf_counter() - started)
                 bar.advance(self._bar_text(result.loss, rate), self._time_left(rate))
                 self._warn(recorder, result)
-                events = self.tuning.after_step(progress.step)
+                events = self.tuning.take_events()
                 if events:
                     recorder.strategies(events, progress.step)
                 if progress.step % self.config.run.print_freq == 0 or progress.is_last_step:

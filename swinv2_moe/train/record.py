@@ -170,16 +170,12 @@ class Recorder:
         self.write(Event(step, {"step": step} | values, scalars=tagged("epoch", values)))
 
     def strategies(self, events: list[dict], step: int) -> None:
-        """Write one line for each decision or timing of the tuners up to `step` (tuning.py)."""
+        """Write one line for each decision of the tuners up to `step` (tuning.py)."""
         for found in events:
             event = Event(step, {"step": step, "strategy": found})
             # TensorBoard's tags allow only these characters
             layers = re.sub(r"\W+", "_", found["layers"])
-            if found["event"] == "time":
-                event.scalars = {f"strategy_ms/{layers}": found["ms"]}
-            else:
-                text = f"{found['event']}: {found['from']} -> {found['to']}, {found['ms']} ms"
-                event.texts = {f"strategy/{layers}": text}
+            event.texts = {f"strategy/{layers}": f"{found['to']}, {found['ms']} ms"}
             self.write(event)
 
     def mark(self, key: str, value: object = None, at: float | None = None, **metadata) -> None:

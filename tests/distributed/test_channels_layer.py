@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_processes import patches
-from moe_cases import make_layer
-from torch import Tensor
+from moe_cases import make_layer, step_of
 
 from moe_core import ALL_TO_ALLS
 from moe_core.comm import memory
@@ -31,17 +30,6 @@ from moe_core.parallel.cost_model import LayerShape, candidates, layer_time
 SHAPE = {"model_dim": 8, "hidden_dim": 16}
 
 
-def step(layer, rank: int, strategy: ParallelStrategy, num_tokens: int) -> dict[str, Tensor]:
-    """The output of one call, and every gradient."""
-    layer.zero_grad()
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(num_tokens, 8, generator=generator, requires_grad=True)
-    y, aux_loss = layer(x, strategy=strategy)
-    (y.square().sum() + aux_loss).backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **gradients}
-
-
 def equals_linear(rank: int, world_size: int) -> None:
     made = make_expert_groups(world_size)
     for group in (made, ExpertGroup(dist.group.WORLD)):
@@ -51,18 +39,18 @@ def equals_linear(rank: int, world_size: int) -> None:
             )
             strategies = list(itertools.product(valid_r(num_experts, world_size)[1:], (1, 3)))
             for r, degree in strategies:
-                expected = step(layer, rank, ParallelStrategy(r, degree), 7 + rank)
-                received = step(layer, rank, ParallelStrategy(r, degree, "channels"), 7 + rank)
+                expected = step_of(layer, 7 + rank, ParallelStrategy(r, degree))
+                received = step_of(layer, 7 + rank, ParallelStrategy(r, degree, "channels"))
                 assert expected.keys() == received.keys()
                 for name, value in expected.items():
                     assert torch.equal(received[name], value), (num_experts, r, degree, name)
         layer = make_layer(dtype=torch.float32, group=group, num_experts=world_size, **SHAPE)
-        expected = step(layer, rank, ParallelStrategy(0), 7 + rank)
-        received = step(layer, rank, ParallelStrategy(0, 1, "channels"), 7 + rank)
+        expected = step_of(layer, 7 + rank, ParallelStrategy(0))
+        received = step_of(layer, 7 + rank, ParallelStrategy(0, 1, "channels"))
         for name, value in expected.items():  # gloo sums gradients in another order
             torch.testing.assert_close(received[name], value, rtol=1e-5, atol=1e-6)
-        expected = step(layer, rank, ParallelStrategy(exchange="static"), 8)
-        received = step(layer, rank, ParallelStrategy(1, 1, "channels", exchange="static"), 8)
+        expected = step_of(layer, 8, ParallelStrategy(exchange="static"))
+        received = step_of(layer, 8, ParallelStrategy(1, 1, "channels", exchange="static"))
         assert all(torch.equal(received[name], value) for name, value in expected.items())
 
 

@@ -94,10 +94,6 @@ def agrees_on_the_tokens_alone(rank: int) -> None:
             with equal_tokens(layer):
                 layer(x)
             assert calls == EXPECTED[ParallelStrategy(1)][0]
-        calls.clear()
-        tuner.check()
-        assert calls == ["all_reduce"]
-    assert [event.kind for event in tuner.take_events()] == ["time", "time"]
 
 
 def test_a_decided_layer_makes_its_strategys(run_processes):

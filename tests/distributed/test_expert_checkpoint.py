@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_processes import patches
-from moe_cases import make_layer
+from moe_cases import make_layer, owned
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,37 +19,38 @@ from moe_core.checkpoint import count_experts, load_tensors, save_tensors
 from moe_core.training import local_tensor
 
 
-def model_of(seed: int, group=None) -> nn.Module:
+def model_of(seed: int, group=None, **config) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.ModuleDict({"stem": nn.Linear(6, 6), "moe": make_layer(seed, torch.float32, group)})
+    moe = make_layer(seed, torch.float32, group, **config)
+    return nn.ModuleDict({"stem": nn.Linear(6, 6), "moe": moe})
 
 
-def save(rank: int, directory: Path) -> None:
-    model = model_of(1, dist.group.WORLD)
+def save(rank: int, directory: Path, config: dict) -> None:
+    model = model_of(1, dist.group.WORLD, **config)
     save_tensors(directory, model, model.state_dict(), is_main=rank == 0)
     dist.barrier()
 
 
-def load(rank: int, directory: Path) -> None:
-    model, whole = model_of(2, dist.group.WORLD), model_of(1)
+def load(rank: int, directory: Path, config: dict) -> None:
+    model, whole = model_of(2, dist.group.WORLD, **config), model_of(1, **config)
     model.load_state_dict(load_tensors(directory, model))
-    first, count = model["moe"].shard[:2]
-    for name, parameter in model.named_parameters():
-        expected = whole.get_parameter(name)
-        assert torch.equal(
-            parameter, expected[first : first + count] if "experts" in name else expected
-        )
+    assert torch.equal(model["stem"].weight, whole["stem"].weight)
+    for name, parameter in model["moe"].named_parameters():
+        assert torch.equal(parameter, owned(whole["moe"].get_parameter(name), model["moe"], name))
 
 
-def test_what_four_ranks_save_one_and_two_load_and_back(run_processes, tmp_path):
-    run_processes(save, 4, tmp_path / "four")
-    assert count_experts(tmp_path / "four") == {"moe": 4}
-    model = model_of(2)
+# of the second, two ranks share an expert
+@pytest.mark.parametrize("config", [{}, {"gated": True, "activation": "silu", "num_experts": 2}])
+def test_what_four_ranks_save_one_and_two_load_and_back(run_processes, config, tmp_path):
+    run_processes(save, 4, tmp_path / "four", config)
+    assert count_experts(tmp_path / "four") == {"moe": config.get("num_experts", 4)}
+    model = model_of(2, **config)
     model.load_state_dict(load_tensors(tmp_path / "four", model))
-    torch.testing.assert_close(model.state_dict(), model_of(1).state_dict(), rtol=0, atol=0)
+    whole = model_of(1, **config).state_dict()
+    torch.testing.assert_close(model.state_dict(), whole, rtol=0, atol=0)
     save_tensors(tmp_path / "one", model, model.state_dict())
     for world_size in (2, 4):
-        run_processes(load, world_size, tmp_path / "one")
+        run_processes(load, world_size, tmp_path / "one", config)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """Gated experts on several ranks equal those of one process: every strategy, fewer experts than
-ranks, weights gathered ahead, and checkpoints for another number of ranks."""
+ranks, weights gathered ahead. `test_expert_checkpoint` has their checkpoints."""
 
 # T tokens of a rank, W ranks, E experts
-
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from moe_cases import make_layer, owned
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_core import MoELayer, gather_ahead
-from moe_core.checkpoint import load_tensors, save_tensors
 from moe_core.parallel import ParallelStrategy, make_expert_groups
 from moe_core.parallel.strategy import valid_r
 
@@ -84,31 +81,3 @@ def gathered_ahead(rank: int) -> None:
 
 def test_weights_gathered_ahead(run_processes):
     run_processes(gathered_ahead, 2)
-
-
-def model_of(seed: int, group=None) -> nn.Module:
-    options = {**OPTIONS, "num_experts": 2}
-    return nn.ModuleDict({"moe": make_layer(seed, torch.float32, group, **options)})
-
-
-def save(rank: int, directory: Path) -> None:
-    model = model_of(1, dist.group.WORLD)
-    save_tensors(directory, model, model.state_dict(), is_main=rank == 0)
-    dist.barrier()
-
-
-def load(rank: int, directory: Path) -> None:
-    model, whole = model_of(2, dist.group.WORLD), model_of(1)
-    model.load_state_dict(load_tensors(directory, model))
-    for name, parameter in model["moe"].named_parameters():
-        expected = whole["moe"].get_parameter(name)
-        assert torch.equal(parameter, owned(expected, model["moe"], name))
-
-
-def test_checkpoints_fit_another_number_of_ranks(run_processes, tmp_path):
-    """From four ranks, of which two share an expert, to one and to two."""
-    run_processes(save, 4, tmp_path / "four")
-    model = model_of(2)
-    model.load_state_dict(load_tensors(tmp_path / "four", model))
-    torch.testing.assert_close(model.state_dict(), model_of(1).state_dict(), rtol=0, atol=0)
-    run_processes(load, 2, tmp_path / "four")

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_processes import patches
-from moe_cases import make_layer
-from torch import Tensor
+from moe_cases import make_layer, step_of
 
-from moe_core import MoELayer, register_all_to_all
+from moe_core import register_all_to_all
 from moe_core.parallel import (
     PROFILES,
     ExpertGroup,
@@ -125,17 +124,6 @@ def import_file(path: Path) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def step(layer: MoELayer, rank: int, strategy: ParallelStrategy) -> dict[str, Tensor]:
-    """The output of one call, and every gradient."""
-    layer.zero_grad()
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(7 + rank, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-    y, aux_loss = layer(x, strategy=strategy)
-    (y.square().sum() + aux_loss).backward()
-    gradients = {name: p.grad for name, p in layer.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **gradients}
-
-
 def equals_linear(rank: int, world_size: int, path: Path) -> None:
     import_on_rank(path)
     made = make_expert_groups(world_size)
@@ -144,8 +132,8 @@ def equals_linear(rank: int, world_size: int, path: Path) -> None:
             layer = make_layer(group=group, num_experts=num_experts, top_k=2, **SHAPE)
             layer = copy.deepcopy(layer)
             for r, d in itertools.product(valid_r(num_experts, world_size)[1:], (1, 3)):
-                expected = step(layer, rank, ParallelStrategy(r, d))
-                found = step(layer, rank, ParallelStrategy(r, d, "ring"))
+                expected = step_of(layer, 7 + rank, ParallelStrategy(r, d))
+                found = step_of(layer, 7 + rank, ParallelStrategy(r, d, "ring"))
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         send = [1 + (rank + other) % 3 for other in range(world_size)]
         rows = torch.arange(sum(send), dtype=torch.float64) + 100 * rank

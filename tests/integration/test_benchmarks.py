@@ -59,14 +59,8 @@ def run(script: str, output: Path, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(name, marks=() if name == "layer" else pytest.mark.slow) for name in ARGUMENTS],
-)
-def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(script, tmp_path):
-    output = tmp_path / "found.json"
-    done = run(script, output)
+def table_of(done: subprocess.CompletedProcess, output: Path) -> dict:
+    """The table that a script has printed and kept, with versions and commit."""
     assert done.returncode == 0, done.stderr
     (title, table), *others = json.loads(output.read_text())["tables"].items()
     assert not others
@@ -76,6 +70,15 @@ def test_a_benchmark_prints_its_table_and_keeps_it_with_versions_and_commit(scri
     for text in (done.stdout, output.with_suffix(".md").read_text()):
         assert title in text
         assert " | ".join(table["rows"][0]) in text
+    return table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("script", ARGUMENTS)
+def test_a_benchmark_prints_its_table_and_keeps_it(script, tmp_path):
+    output = tmp_path / "found.json"
+    table_of(run(script, output), output)
 
 
 @pytest.mark.parametrize("script", ["alltoall", "kernels", "memory", "model", "products"])
@@ -296,9 +299,7 @@ def test_peers_are_measured_one_after_the_other(tmp_path):
     command = [sys.executable, "benchmarks/layer.py", "--device", "cpu", "--shapes", "64x16x4"]
     command += ["--dtypes", "float32", "--rounds", "1", "--output", str(output)]
     command += ["--peers", "grouped_mm", "ScatterMoE", "loop"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (table,) = json.loads(output.read_text())["tables"].values()
+    table = table_of(subprocess.run(command, cwd=ROOT, capture_output=True, text=True), output)
     names = [row[1] for row in table["rows"]]
     both = ["moe_core", "dense, float32"]
     assert sorted(names[:3]) == sorted([*both, "grouped_mm"])

@@ -18,9 +18,31 @@ pytest.importorskip("mmdet", reason="needs the detection extra: make detection")
 from shapes_cases import Options, make_shapes
 
 import swinv2_moe
+from swinv2_moe.checkpoints.checkpoint import write_weights
+from swinv2_moe.config import load_config, model_config
+from swinv2_moe.convert.convert import export_weights
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import build_model, bundled
 
 QUICK = "--size 64 --epochs 1 --batch 4"
+NETWORK = (
+    "DATA.IMG_SIZE 64 MODEL.SWINV2.EMBED_DIM 16 MODEL.SWINV2.DEPTHS [1,1,1]"
+    " MODEL.SWINV2.NUM_HEADS [1,1,2] MODEL.SWINV2.WINDOW_SIZE 8 MODEL.MOE.NUM_EXPERTS 4"
+    " MODEL.SWINV2.PRETRAINED_WINDOW_SIZES [0,0,0] MODEL.MOE.BLOCKS [[],[0],[0]]"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_network(tmp_path_factory):
+    """In place of the package's, whose ONNX program takes half a minute: three blocks with random
+    weights."""
+    folder, config = tmp_path_factory.mktemp("bundled"), load_config(None, NETWORK.split())
+    model = build_model(model_config(config), 2)
+    write_weights(folder / "run", model, model.state_dict(), config.dump(), ["a", "b"])
+    export_weights("single", folder / "run", folder / "tiny.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundled, "DIRECTORY", folder)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +157,9 @@ def test_test_measures_the_run_s_own_split(detect, trained: str, folder: Path) -
     for file in (folder / trained).glob("*/vis_data/scalars.json"):
         entries = map(json.loads, file.read_text().splitlines())
         logged += [entry["coco/bbox_mAP"] for entry in entries if "coco/bbox_mAP" in entry]
-    # mmdetection's own evaluation of the best checkpoint; it rounds to thousandths
-    assert result["ap"] / 100 == pytest.approx(max(logged), abs=0.0006)
+    # mmdetection's own evaluation of the best checkpoint, in thousandths. In batches of another
+    # size fp32 sums differ, and boxes of nearly equal scores change places.
+    assert result["ap"] / 100 == pytest.approx(max(logged), abs=0.003)
     train = detect("test", trained, "--split train")
     assert "8 pictures of train" in train.out
     none = detect("test", trained, "--split test")

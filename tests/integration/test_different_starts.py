@@ -77,14 +77,12 @@ def test_data_may_lie_elsewhere_on_each_machine(start, small, photographs, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-SWEEP = "sweep is (1.0,) on rank 0, (1.0, 0.0) on rank 1"
 CROP = "TEST.CROP_RATIO is '0.9' on rank 0, '0' on rank 1"
 
 
 @pytest.mark.parametrize(
     ("script", "first", "second", "text"),
     [
-        ("evaluate", "--sweep 1", "--sweep 1 0", SWEEP),
         ("few_shot", "--draws 2", "--draws 3", "draws is 2 on rank 0, 3 on rank 1"),
         ("evaluate", "--opts TEST.CROP_RATIO 0.9", "--opts TEST.CROP_RATIO 0", CROP),
     ],

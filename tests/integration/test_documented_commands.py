@@ -32,7 +32,7 @@ INDENTED = re.compile(r"(?:^    (?:swinv2-moe|torchrun) .*\n(?:        .*\n)*)+"
 INLINE = re.compile(r"`(swinv2-moe [\w-]+ [^`]+)`")
 # A part of a command, and why the command does not run here. Its options are checked all the same.
 NOT_RUN = {
-    "import vmoe ": "needs the released weights",
+    r"(import|evaluate|--weights) vmoe\b": "needs the released weights",
     r"^make ": "installs the environment, or takes minutes",
     r"^source .venv": "the tests have their environment",
     r"pip install|timm:|campaign.py --wheels": "needs a network",

@@ -18,8 +18,7 @@ LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]
 
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
-    """`evaluate(*arguments)`: tools/evaluate.py in this process, with few rounds of timing."""
-    monkeypatch.setattr("swinv2_moe.measure.accuracy.ROUNDS", 3)
+    """`evaluate(*arguments)`: tools/evaluate.py in this process."""
     return command("evaluate", monkeypatch, capsys)
 
 
@@ -80,7 +79,6 @@ def test_table_and_file(evaluate, measure, runs, photographs):
     assert list(found["dropped_share_by_layer"]) == LAYERS
     assert found["other_class_names"] is None
     assert found["unreadable_images"] == found["passed_over"] == []
-    assert "sweep" not in found
     latest = runs / "experts" / "checkpoints" / "latest"
     checkpoint = evaluate("--resume", latest, "--data", photographs)
     assert numbers(checkpoint)[1:] == rows[2:]  # without the line about the choice
@@ -118,33 +116,11 @@ def test_other_routing(measure):
     assert [dropless["dropped_share"], *dropless["dropped_share_by_layer"].values()] == [0, 0, 0]
 
 
-def test_sweep(measure):
-    """Its row of the checkpoint's own factor is the result without a sweep, and the base of the
-    speeds."""
-    plain, _ = measure()
-    found, rows = measure("--sweep", "0", "0.5", "1.25")
-    for key in ("loss", "dropped_share", "capacity_factor"):
-        assert found[key] == plain[key]
-    half, own, dropless = found["sweep"]
-    assert [row["capacity_factor"] for row in found["sweep"]] == [0.5, 1.25, 0]
-    assert found["rounds"] == 3
-    assert own["speed_ratio"] == {"median": 1, "quartiles": [1, 1]}
-    for key in ("top1", "loss", "dropped_share"):
-        assert own[key] == plain[key]
-    assert half["dropped_share"] > own["dropped_share"] >= dropless["dropped_share"] == 0
-    for row in found["sweep"]:
-        low, high = row["images_per_second"]["quartiles"]
-        assert 0 < low <= row["images_per_second"]["median"] <= high
-        start = [f"{row['capacity_factor']:g}", f"{row['dropped_share']:.2%}"]
-        assert start in [words[:2] for words in rows]
-
-
 def test_three_ranks_count_what_one_does(measure, start_ranks, runs, tmp_path):
-    """Dropless, so that nothing depends on who shares a batch; the sweep times all ranks
-    together."""
+    """Dropless, so that nothing depends on who shares a batch."""
     arguments = ["--capacity-factor", "0", "--opts", "DATA.BATCH_SIZE", "3"]
     one, _ = measure(*arguments)
-    output = ["--output", tmp_path / "3.json", "--sweep", 0.5]
+    output = ["--output", tmp_path / "3.json"]
     arguments = ["--resume", runs / "experts", *arguments]
     ended = start_ranks(3, "tools/evaluate.py", *output, *arguments)
     assert [outcome.status for outcome in ended] == [0, 0, 0], ended
@@ -156,7 +132,6 @@ def test_three_ranks_count_what_one_does(measure, start_ranks, runs, tmp_path):
         assert three[key] == one[key]
     for key in ("loss", "ece"):  # other sums of 13 images: some 2^-24 of a value near 1 each
         assert three[key] == pytest.approx(one[key], rel=1e-4)
-    assert [row["capacity_factor"] for row in three["sweep"]] == [0.5, 0]
 
 
 def test_a_dense_model(measure):
@@ -235,10 +210,9 @@ BAD_INPUT = {
     ),
     "--data {root}/no_images": "no_images ... no images",
     "--capacity-factor nan": "--capacity-factor is nan ... finite",
-    "--sweep 1 inf": "--sweep is inf ... finite",
+    "--sweep 1 0": "--sweep has left: --capacity-factor ... `throughput --capacity-factors`",
     "--top-k 7": "MODEL.MOE.TOP_K is 7 ... MODEL.MOE.NUM_EXPERTS (6)",
     "--resume {runs}/dense --capacity-factor 0": "--capacity-factor ... dense ... has no experts",
-    "--resume {runs}/dense --sweep 1": "--sweep ... dense ... has no experts",
     "--capacity-factor 1 --opts MODEL.MOE.ROUTER soft": (
         "--capacity-factor 1: MODEL.MOE.ROUTER 'soft' has no capacity factor"
     ),

@@ -514,9 +514,8 @@ def test_the_default_batch_is_one_image_where_shapes_follow_from_it(export, tmp_
     assert spec["input"]["shape"] == [1, 3, 16, 16]
 
 
-def test_several_ranks_are_refused(checkpoints, start_ranks, tmp_path):
-    arguments = ["--resume", checkpoints / "experts", "--output", tmp_path / "exported"]
-    ended = start_ranks(2, "tools/export.py", *arguments, "--opts DEVICE cpu")
-    error = "error: WORLD_SIZE is 2: this is for one process, without torchrun"
-    assert ended == [(2, "", f"{error}\n"), (2, "", f"{error} (rank 1)\n")]
+def test_under_torchrun(export, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    says = "error: WORLD_SIZE is 2: this is for one process, without torchrun"
+    assert_one_line(export("experts"), says)
     assert list(tmp_path.iterdir()) == []

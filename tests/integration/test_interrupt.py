@@ -167,31 +167,6 @@ def test_the_main_rank_says_it(rank, line, sigint, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process
 
 
-def test_a_command_that_runs_another_waits_for_it(in_foreground, tmp_path):
-    """The other one, which saves, gets the time that it needs."""
-    other = f"""
-import signal, sys, time
-from pathlib import Path
-def save(*args):
-    time.sleep(1)
-    Path({str(tmp_path / "saved")!r}).touch()
-    sys.exit()
-signal.signal(signal.SIGINT, save)
-Path({str(tmp_path / "reached")!r}).touch()
-time.sleep(600)
-"""
-    (tmp_path / "other.py").write_text(other)
-    code = (
-        "import sys; from swinv2_moe.commands.call import *\n"
-        "run_command(lambda: run_process([sys.executable, sys.argv[1]]))"
-    )
-    status, _, err = press_ctrl_c(
-        in_foreground("-c", code, tmp_path / "other.py"), tmp_path / "reached"
-    )
-    assert (status, err) == (130, "")  # the other one has said what is to be said
-    assert (tmp_path / "saved").exists()
-
-
 def test_the_quickstart_stops_with_its_first_training(monkeypatch, tmp_path):
     trained, new = [], str(tmp_path / "new")
     monkeypatch.setattr(

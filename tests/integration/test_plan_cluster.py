@@ -148,7 +148,7 @@ BAD_INPUT = {
     "--opts DATA.GLOBAL_BATCH_SIZE 15 TRAIN.ACCUMULATION_STEPS 2": (
         "DATA.GLOBAL_BATCH_SIZE is 15 ... (1) times TRAIN.ACCUMULATION_STEPS (2)"
     ),
-    "--output plan.png": "--output plan.png: the figure has left",
+    "--output plan.png": "--output has left: the figure is gone, the table has its numbers",
 }
 
 
@@ -205,7 +205,7 @@ def test_published_images_per_second(monkeypatch):
 def test_a_run_is_refused_in_one_line(monkeypatch, capsys):
     run = command("plan_cluster", monkeypatch, capsys)
     for words in ("mine", "--run mine"):
-        says = "the time of a run has left; --cfg mine/config.yaml predicts a step"
+        says = "has left: --cfg RUN/config.yaml predicts a step"
         assert_one_line(run(words, CLUSTER), says)
         assert_one_line(run(words), says)
 

@@ -18,7 +18,7 @@ from moe_core.compat.tutel.groups import create_groups_from_world
 from moe_core.compat.tutel.net import zero_gather
 from moe_core.config import ExpertShard, MoEConfig
 from moe_core.experts import Experts
-from moe_core.ops import DispatchPlan, ExpertWeights
+from moe_core.ops import ExpertWeights
 from moe_core.parallel.gather import gather_weights
 from moe_core.prepared import PreparedValue
 
@@ -154,20 +154,16 @@ class FusedExpertsNetwork(Experts):
             self.config = replace(self.config, **settings)
 
     def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        context: Any,
-        weights: Callable[[], ExpertWeights] | None = None,
-        gates: Tensor | None = None,
-        plan: DispatchPlan | None = None,
+        self, x: Tensor, context: Any, **options: Any
     ) -> Tensor:
         """Apply the experts to their rows, with the arguments of the engine or those of Tutel.
 
-        The engine passes rows [N, M] and their offsets [E]; the result is [N, M]. Tutel passes
-        padded rows [E, C, M] and the layer; the result is [E, C, output_dim].
+        The engine passes rows [N, M], their offsets [E] and the options of Experts.forward; the
+        result is [N, M]. Tutel passes padded rows [E, C, M] and the layer; the result is
+        [E, C, output_dim].
         """
         if isinstance(context, Tensor):
-            return super().forward(x, context, weights, gates, plan)
+            return super().forward(x, context, **options)
         used = gather_weights(self, context.expert_group, context.adaptive_degree, x.dtype)
         hidden = x @ used.w1.to(x.dtype).transpose(1, 2)
         if used.b1 is not None:

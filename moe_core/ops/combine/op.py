@@ -15,7 +15,6 @@ from moe_core.context import in_transform
 from moe_core.ops.autograd import (
     is_differentiated_again,
     op,
-    register_autograd,
     register_gradient,
 )
 from moe_core.ops.backend import Kernels, chosen, load
@@ -28,7 +27,7 @@ def dispatch(tokens: Tensor, plan: DispatchPlan, kernels: str | Kernels = "auto"
     if in_transform(tokens):
         return reference.dispatch_rows(tokens, plan.choices, plan.slots.shape[1])
     language = _language(chosen(kernels, tokens), tokens)
-    return _dispatch(tokens, plan.choices, plan.slots, plan.kept, language)
+    return _dispatch_rows(tokens, plan.choices, plan.slots, plan.kept, language)
 
 
 def combine(
@@ -49,7 +48,7 @@ def combine(
     language = _language(chosen(kernels, rows), rows, gates)
     if language == "torch":
         return reference.sum_rows(rows, plan.slots, plan.kept, gates)
-    return _combine(rows, gates, plan.choices, plan.slots, plan.kept, language)
+    return _combine_rows(rows, gates, plan.choices, plan.slots, plan.kept, language)
 
 
 def _language(kernels: Kernels, rows: Tensor, gates: Tensor | None = None) -> str:
@@ -141,5 +140,5 @@ def _plain_combine(rows, gates, choices, slots, kept, language) -> Tensor:
     return reference.sum_rows(rows, slots, kept, gates)
 
 
-_dispatch = register_autograd(_dispatch_rows, _differentiate_dispatch, _save_dispatch)
-_combine = register_gradient(_combine_rows, 2, _combine_rows_backward, _plain_combine)
+_dispatch_rows.register_autograd(_differentiate_dispatch, _save_dispatch)
+register_gradient(_combine_rows, 2, _combine_rows_backward, _plain_combine)

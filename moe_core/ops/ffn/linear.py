@@ -34,7 +34,7 @@ def expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Te
     weight = weight.to(rows.dtype)
     if bias is not None:
         bias = bias.to(rows.dtype)
-    return _differentiable(rows, weight, bias, offsets)
+    return _expert_linear(rows, weight, bias, offsets)
 
 
 def _form(rows: Tensor) -> ModuleType:
@@ -80,12 +80,7 @@ def _(grad, needs, rows, weight, bias, offsets):
     return tuple(empty_gradients(grad, (rows, weight, bias), needs))
 
 
-_differentiable = register_gradient(
-    _expert_linear,
-    3,
-    _expert_linear_backward,
-    reference.plain_linear,
-)
+register_gradient(_expert_linear, 3, _expert_linear_backward, reference.plain_linear)
 
 
 @register_flop_formula(torch.ops.moe_core.expert_linear)

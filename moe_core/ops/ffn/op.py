@@ -83,14 +83,14 @@ def expert_ffn(
         ValueError: the shapes or dtypes of the weights do not match each other, the rows or the
             offsets; the activation is unknown; or packed weights cannot be used here.
     """
-    weights.check(activation, rows.shape[1], len(offsets))
-    kernels = kernels_for(kernels, weights.w1, rows.dtype, activation)
-    if kernels.language == "torch":
+    kernels = chosen(kernels, rows)
+    if kernels_for(kernels, weights.w1, rows.dtype, activation).language == "torch":
+        weights.check(activation, rows.shape[1], len(offsets))
         _check_unpacked(weights, f"rows in {rows.dtype}, other kernels, transforms")
         return feed_forward(rows, weights, offsets, activation, dropout, expert_linear)
     order = torch.arange(rows.shape[0], device=rows.device)
     plan = DispatchPlan(order, offsets, order.unsqueeze(1), None, offsets)
-    return _fused(rows, None, weights, plan, (activation, dropout, kernels), None)
+    return moe_ffn(rows, None, weights, plan, activation, dropout, kernels)
 
 
 def moe_ffn(
@@ -121,15 +121,45 @@ def moe_ffn(
         ValueError: as `expert_ffn`.
     """
     kernels = chosen(kernels, tokens)
-    used = kernels_for(kernels, weights.w1, tokens.dtype, activation)
-    if used.language != "torch":
-        weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
-        return _fused(tokens, gates, weights, plan, (activation, dropout, used), casts)
-    rows = dispatch(tokens, plan, kernels)
-    rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
-    if gates is None:
-        return dispatch(rows, inverse_plan(plan), kernels)
-    return combine(rows, gates, plan, kernels)
+    language, name = kernels_for(kernels, weights.w1, tokens.dtype, activation)
+    if language == "torch":
+        rows = dispatch(tokens, plan, kernels)
+        rows = expert_ffn(rows, weights, plan.offsets, activation, dropout, kernels)
+        if gates is None:
+            return dispatch(rows, inverse_plan(plan), kernels)
+        return combine(rows, gates, plan, kernels)
+    weights.check(activation, tokens.shape[1], plan.offsets.shape[0])
+    # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
+    # only once, to the dtype of the parameters.
+    if weights.w1.dtype == tokens.dtype or language == "cpp":
+        casts = None
+    elif casts is None or casts.w1.dtype != tokens.dtype:
+        casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
+    keep_hidden = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (tokens, gates, *weights)
+    )
+    if keep_hidden:
+        _check_unpacked(weights, "gradients")
+    matrices: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if casts is not None:
+        matrices = (casts.w1, casts.w2, casts.w3)
+    inputs = MoEFFNInputs(
+        tokens,
+        gates,
+        *weights,
+        *matrices,
+        choices=plan.choices,
+        offsets=plan.offsets,
+        slots=plan.slots,
+        kept=plan.kept,
+        seed=dropout_seed(tokens) if dropout > 0 else None,
+        activation=activation,
+        dropout=dropout,
+        keep_hidden=keep_hidden,
+        kernels=name,
+        language=language,
+    )
+    return _forward(*inputs)[0]
 
 
 def prefers_unpacked(
@@ -150,51 +180,6 @@ def prefers_unpacked(
         return False
     # A comparison would fix the number of tokens of an exported program.
     return torch.compiler.is_exporting() or plan.choices.shape[0] >= 64 * num_experts  # measured
-
-
-def _fused(
-    tokens: Tensor,
-    gates: Tensor | None,
-    weights: ExpertWeights,
-    plan: DispatchPlan,
-    settings: tuple[str, float, Kernels],
-    casts: ExpertWeights | None,
-) -> Tensor:
-    activation, dropout, (language, name) = settings
-    # The weights are cast once for both passes. The op does not cast, so each gradient is rounded
-    # only once, to the dtype of the parameters.
-    if weights.w1.dtype == tokens.dtype or language == "cpp":
-        casts = None
-    elif casts is None or casts.w1.dtype != tokens.dtype:
-        casts = weights.matrices().map(lambda weight: weight.detach().to(tokens.dtype))
-    keep_hidden = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (tokens, gates, *weights)
-    )
-    if keep_hidden:
-        _check_unpacked(weights, "gradients")
-    seed = None
-    if dropout > 0:
-        seed = dropout_seed(tokens)
-    matrices: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    if casts is not None:
-        matrices = (casts.w1, casts.w2, casts.w3)
-    inputs = MoEFFNInputs(
-        tokens,
-        gates,
-        *weights,
-        *matrices,
-        choices=plan.choices,
-        offsets=plan.offsets,
-        slots=plan.slots,
-        kept=plan.kept,
-        seed=seed,
-        activation=activation,
-        dropout=dropout,
-        keep_hidden=keep_hidden,
-        kernels=name,
-        language=language,
-    )
-    return _moe_ffn(*inputs)[0]
 
 
 def _check_unpacked(weights: ExpertWeights, purpose: str) -> None:
@@ -329,7 +314,7 @@ def _plain_moe_ffn(*fields) -> Tensor:
     return sum_rows(rows, inputs.slots, inputs.kept, inputs.gates)
 
 
-_moe_ffn = register_gradient(
+register_gradient(
     _forward,
     _NUM_DIFFERENTIABLE,
     _backward,

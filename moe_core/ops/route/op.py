@@ -24,7 +24,6 @@ from moe_core.ops.autograd import (
     is_differentiated_again,
     op,
     plain_gradients,
-    register_autograd,
     schema_of,
 )
 from moe_core.ops.backend import KERNEL_LOSSES, Kernels, chosen, load
@@ -108,9 +107,7 @@ def route(
         x = x.to(torch.promote_types(x.dtype, torch.float32))
     computes_loss = loss in KERNEL_LOSSES
     settings = settings._replace(kernels=name, loss=loss if computes_loss else "none")
-    gates, ids, probs, sums, inputs, *_ = _differentiable_route(
-        x, weight, noise, cast_to, language, *settings
-    )
+    gates, ids, probs, sums, inputs, *_ = _route(x, weight, noise, cast_to, language, *settings)
     noisy: Tensor | None = None
     if activation != "softmax" and language == "triton":  # whose gate values are of softmax
         noisy = reference.add_noise(x, noise, noise_std)
@@ -134,7 +131,7 @@ def _fuses_product(logits: LinearLogits, settings: RouteSettings, language: str)
     tokens, weight, _ = logits
     if language == "torch" or settings.loss not in KERNEL_LOSSES:
         return False
-    if weight.dtype != torch.float32 or weight.shape[1] != tokens.shape[1]:
+    if weight.dtype != torch.float32:
         return False
     if tokens.dtype not in _TOKEN_DTYPES:
         return False
@@ -231,7 +228,7 @@ def _differentiate(ctx, grad_gates, grad_ids, grad_probs, grad_sums, grad_inputs
     return (grad_x, grad_weight, *nothing)
 
 
-_differentiable_route = register_autograd(_route, _differentiate, _save)
+_route.register_autograd(_differentiate, _save)
 
 
 @register_flop_formula(torch.ops.moe_core.route)
@@ -261,7 +258,7 @@ def loss_of_sums(loss: str, sums: Tensor, num_tokens: int | Tensor) -> Tensor:
     total = None
     if isinstance(num_tokens, Tensor):
         total, num_tokens = num_tokens.detach(), 0
-    return _differentiable_loss(sums, total, num_tokens, loss)
+    return _loss_of_sums(sums, total, num_tokens, loss)
 
 
 @op("moe_core::loss_of_sums")
@@ -304,4 +301,4 @@ def _differentiate_loss(ctx, grad):
     return grad_sums, None, None, None
 
 
-_differentiable_loss = register_autograd(_loss_of_sums, _differentiate_loss, _save_loss)
+_loss_of_sums.register_autograd(_differentiate_loss, _save_loss)

@@ -31,7 +31,7 @@ def soft_dispatch(tokens: Tensor, logits: Tensor) -> Tensor:
     """
     if in_transform(tokens):
         return reference.soft_dispatch(tokens, logits)
-    return _differentiable(tokens, logits.transpose(1, 2))[0]
+    return _soft_combine(tokens, logits.transpose(1, 2))[0]
 
 
 def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def soft_combine(rows: Tensor, logits: Tensor) -> Tensor:
     """
     if in_transform(rows):
         return reference.soft_combine(rows, logits)
-    return _differentiable(rows, logits)[0]
+    return _soft_combine(rows, logits)[0]
 
 
 @op("moe_core::soft_combine")
@@ -87,7 +87,7 @@ def _(grad, needs, rows, logits, out, total):
     return rows.new_empty(rows.shape), torch.empty_like(logits)
 
 
-_differentiable = register_gradient(
+register_gradient(
     _soft_combine,
     2,
     _soft_combine_backward,

@@ -14,6 +14,7 @@ from swinv2_moe import tables
 from swinv2_moe.config import data_config, default_config
 from swinv2_moe.data.prepare.make_shards import make_shards
 from swinv2_moe.data.section import DataConfig
+from swinv2_moe.data.sources import load_sources
 
 # RandAugment draws from numpy and random, erasing from torch and random, the flip from torch.
 FULL_AUGMENTATION = {"AUG.REPROB": 0.5, "AUG.AUTO_AUGMENT": "rand-m9-mstd0.5-inc1"}
@@ -71,6 +72,19 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture
+def root(make_folder):
+    """train/ and val/ with 20 images of each of two classes."""
+    return make_folder(("cat", "dog"), per_class=20)
+
+
+@pytest.fixture
+def load(make_data, root):
+    """`load({"DATA.VAL_SPLIT": 0.1}, ...)`: the sources of `root`."""
+    dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
+    return lambda *keys: load_sources(make_data(dataset, *keys))
 
 
 @pytest.fixture(scope="session")

@@ -78,19 +78,6 @@ def test_contradictions_and_the_warning():
     assert digest(b"") == 0 != digest(b"a")
 
 
-@pytest.fixture
-def root(make_folder):
-    """train/ and val/ with 20 images of each of two classes."""
-    return make_folder(("cat", "dog"), per_class=20)
-
-
-@pytest.fixture
-def load(make_data, root):
-    """`load({"DATA.VAL_SPLIT": 0.1}, ...)`: the sources of `root`."""
-    dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
-    return lambda *keys: load_sources(make_data(dataset, *keys))
-
-
 def contents(source) -> list[bytes]:
     return [source.read(row) for row in range(len(source))]
 

@@ -15,19 +15,6 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 
 
-@pytest.fixture
-def root(make_folder):
-    """train/ and val/ with 20 images of each of two classes."""
-    return make_folder(("cat", "dog"), per_class=20)
-
-
-@pytest.fixture
-def load(make_data, root):
-    """`load({"DATA.VAL_SPLIT": 0.1}, ...)`: the sources of `root`."""
-    dataset = {"DATA.DATASET": "folder", "DATA.PATH": str(root)}
-    return lambda *keys: load_sources(make_data(dataset, *keys))
-
-
 def names(source) -> list[str]:
     return [source.name(i) for i in range(len(source))]
 

@@ -1,6 +1,7 @@
 """The check of Triton's kernels on a new card notices a wrong kernel and names the result.
 
-`TestKernels` runs in Triton's interpreter, in a process that `test_under_the_interpreter` starts.
+`TestKernels` runs in Triton's interpreter, in a process that `test_under_the_interpreter` starts,
+together with the few such tests of two other files.
 """
 
 # T tokens, E experts, K top-k
@@ -114,7 +115,9 @@ class TestKernels:
 @pytest.mark.skipif(INTERPRETED, reason="starts it")
 @pytest.mark.timeout(1260)  # on a busy machine
 def test_under_the_interpreter():
-    run_interpreted(__file__)
+    tests = Path(__file__).parents[2]
+    others = ("unit/moe_core/test_host_work.py", "distributed/test_host_reads.py")
+    run_interpreted(__file__, *(str(tests / other) for other in others))
 
 
 @pytest.mark.gpu

@@ -369,6 +369,13 @@ def test_weights_of_any_model_of_timm(tmp_path, how):
     assert (experts.NUM_EXPERTS, experts.TOP_K, experts.NORMALIZE_GATES) == (8, 2, True)
 
 
+@pytest.mark.parametrize(("side", "trained"), [(128, 0), (129, 256)])
+def test_the_size_of_the_weights_counts_for_pictures_with_as_many_pixels(tmp_path, side, trained):
+    photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}, (300, side)))
+    opts = ["MODEL.PRETRAINED", "timm:swinv2_tiny_window8_256.ms_in1k"]
+    assert choose(photos, opts).trained == trained
+
+
 def test_a_swinv2_is_of_timm_if_the_type_says_so(tmp_path):
     photos = str(write(tmp_path / "photos", {"cat": 5, "dog": 5}))
     name = "swinv2_tiny_window8_256.ms_in1k"

@@ -85,7 +85,7 @@ def completed(config, choice: Choice, world: World | None = None) -> whole.Start
 
 
 def open_choice(config, largest: int = 0, given: set[str] | None = None) -> Choice:
-    return Choice(config, [], largest, [], frozenset(given or ()))
+    return Choice(config, [], largest, [], 0, frozenset(given or ()))
 
 
 def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
