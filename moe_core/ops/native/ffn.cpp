@@ -3,9 +3,9 @@
 // instruction multiplies it, bf16.
 //
 // Tokens are gathered while they are packed, 16 of them side by side in a vector. Every product is a weight times these
-// vectors, so its results lie as the next product reads them. Only at the end are they turned, and added to the tokens'
-// rows. The gradient of a weight copies some columns of the tokens at a time, and packs nothing. With weights that are
-// packed already, the tokens are the first operand: few of them then leave no part of a vector empty.
+// vectors, so its results lie as the next product reads them. At the end they are turned, and added to the tokens' rows; in
+// bf16 the last product gives rows. The gradient of a weight in fp32 packs nothing. With weights that are packed already,
+// the tokens are the first operand: few of them then leave no part of a vector empty.
 //
 // T tokens, K top-k, E experts, M model dim, H hidden dim, n choices of a cell
 

@@ -137,8 +137,8 @@ INLINE V rough_exp2(V x) {
   const V y = polynomial(r, 0.0780248281f, 0.226066738f, 0.695833658f, 0.999925224f);
   return {(Lanes)_mm512_scalef_ps(y.p[0], x.p[0])};
 #else
-  const V shift = broadcast(12582912.0f), scaled = larger(x, broadcast(-126.0f)) + shift;  // as below
-  V y = polynomial(x - (scaled - shift), 0.0551717746f, 0.242611372f, 0.69326097f, 0.999928027f);
+  const V shift = broadcast(12582912.0f), low = larger(x, broadcast(-126.0f)), scaled = low + shift;  // as below
+  V y = polynomial(low - (scaled - shift), 0.0551717746f, 0.242611372f, 0.69326097f, 0.999928027f);
   EACH_PIECE y.p[i] = (Lanes)((WordLanes)y.p[i] + ((WordLanes)scaled.p[i] << 23));
   return above(x, 126.0f, broadcast(__builtin_inff()), y);
 #endif
