@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from chains import files_and_returns, forward_pass, journey_of_configuration, training_step
 
+import moe_core
+
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".txt")
 SOURCES = (".py", ".cpp", ".hpp")
@@ -34,6 +36,8 @@ def main() -> None:
     parser.add_argument("--lower", action="store_true", help="lower the ceilings that are too high")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if not Path(moe_core.__file__).is_relative_to(ROOT):
+        sys.exit(f"moe_core is imported from {Path(moe_core.__file__).parent}, not from {ROOT}")
     measured = sizes(ROOT) | chains()
     if args.lower:
         FILE.write_text(lowered(FILE.read_text(), measured))

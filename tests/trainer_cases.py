@@ -46,7 +46,7 @@ def make_trainer(rank: int, size: int, options: str = "") -> Trainer:
 def make_distilled(rank: int, size: int, options: str) -> Trainer:
     """As `make_trainer`, with the teacher that the options name."""
     config, world = _sections(size, options), _world(rank, size)
-    teacher = open_teacher(config.train.distill, world)
+    teacher = open_teacher(config.train.distill.teacher, config.train.distill.img_size, world)
     assert teacher is not None
     data = replace(build_data(config.data, rank, size), views=config.train.distill.views)
     distillation = Distillation(config, world, data, teacher)
@@ -91,7 +91,7 @@ def _model(config: AllSections, world: World, num_classes: int) -> MoEModel:
 
 def save(trainer: Trainer, root: Path, **how) -> Path:
     """The trainer's state as a checkpoint in `root`; every rank calls this."""
-    saver = Saver(root, trainer.world, trainer.config.checkpoint)
+    saver = Saver(root, trainer.world, trainer.config.checkpoint.keep_last)
     trainer.save(saver, **how)
     saver.close()
     return root / f"step-{trainer.progress.step:08d}"

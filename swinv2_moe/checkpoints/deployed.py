@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from yacs.config import CfgNode
 
 from moe_core import MoEConfig
 from swinv2_moe.checkpoints import checkpoint
@@ -25,7 +26,6 @@ from swinv2_moe.config import (
     default_config,
     merge_opts,
     resolve_batch_size,
-    run_config,
 )
 from swinv2_moe.data.classes import are_numbers, match_classes, other_order
 from swinv2_moe.data.section import DATASETS, DataConfig
@@ -37,7 +37,7 @@ from swinv2_moe.files import is_same_path
 from swinv2_moe.models import MoEModel, build_model
 from swinv2_moe.models.section import ModelConfig
 from swinv2_moe.ranks.agreement import check_same_start
-from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
+from swinv2_moe.ranks.precision import build_autocast, usable_amp
 from swinv2_moe.ranks.world import World, expert_group, open_world
 
 _log = logging.getLogger(__name__)
@@ -220,20 +220,19 @@ def open_deployed(
         UserError: there is no complete checkpoint, options cannot be used, or ranks have different
             options.
     """
-    options_alone = default_config()
-    merge_opts(options_alone, opts)
-    run = run_config(options_alone)
-    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
+    alone = default_config()
+    merge_opts(alone, opts)
+    with open_world(alone.DEVICE, alone.TIMEOUT) as world, world.named_errors("a collective"):
         keys = dict(zip(opts[::2], opts[1::2], strict=True))
         check_same_start({name: resume, "--dataset": dataset} | keys | dict(options or {}), world)
         source = checkpoint.find_checkpoint(resume, Path(resume), world, name, weights_only=True)
         if source is None:
             raise UserError(f"{name} {resume}: name a checkpoint or a run")
         config = _configuration(source, data, dataset, opts, world.size)
-        config, amp_note = without_slow_amp(config, world)
-        for line in amp_note * world.is_main:
+        amp_enable, notes = usable_amp(config.AMP_ENABLE, config.AMP_DTYPE, world)
+        for line in notes * world.is_main:
             _log.warning("%s", line)
-        yield Deployed(world, source, config)
+        yield Deployed(world, source, all_sections(config, amp_enable))
 
 
 def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -> Deployed:
@@ -252,7 +251,7 @@ def open_alone(run: str, device: torch.device, opts: Sequence[str], name: str) -
     source = checkpoint.find_checkpoint(path, Path(path), alone, name, weights_only=True)
     if source is None:  # a directory named "auto"
         raise UserError(f"{name} {run}: name a checkpoint or a run")
-    return Deployed(alone, source, _configuration(source, None, None, opts, 1))
+    return Deployed(alone, source, all_sections(_configuration(source, None, None, opts, 1)))
 
 
 def check_alone() -> None:
@@ -281,7 +280,7 @@ def check_capacity_factor(option: str, factor: float, layer: MoEConfig) -> None:
 
 def _configuration(
     source: Checkpoint, data: str | None, dataset: str | None, opts: Sequence[str], world_size: int
-) -> AllSections:
+) -> CfgNode:
     name = f"checkpoint {source.directory}"
     trained = data_config(config_from_text(source.meta["config"], name))
     is_same = data is None or is_same_path(data, trained.path)
@@ -295,7 +294,7 @@ def _configuration(
     if dataset is not None:
         keys["DATA.DATASET"] = dataset
     config = config_from_text(source.meta["config"], name, as_opts(keys) + list(opts))
-    return all_sections(resolve_batch_size(config, world_size))
+    return resolve_batch_size(config, world_size)
 
 
 def _dataset_of(data: Path, trained_on: str) -> str:

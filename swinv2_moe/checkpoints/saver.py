@@ -35,7 +35,6 @@ from swinv2_moe.errors import UserError
 from swinv2_moe.files import replace_link
 from swinv2_moe.ranks.parallelize import gather_shards
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train.section import CheckpointConfig
 
 # section -> tensors by parameter name; sections are "" (the model), "ema", "optimizer/exp_avg", ...
 Sections = dict[str, dict[str, Tensor]]
@@ -173,7 +172,7 @@ class Saver:
     A save that fails is reported, and the run continues.
 
     Args:
-        config: which checkpoints are kept.
+        keep_last: checkpoints to keep besides the best (CHECKPOINT.KEEP_LAST).
         source: the checkpoint that the run resumes from, if any. Newer ones in `root` are renamed
             to set-aside-*.
         print_line: prints a line for the user; called from any thread.
@@ -184,14 +183,14 @@ class Saver:
         self,
         root: Path,
         world: World,
-        config: CheckpointConfig,
+        keep_last: int,
         source: Checkpoint | None = None,
         print_line: Callable[[str], None] = print,
         report: Callable[[Cost], None] = lambda cost: None,
     ) -> None:
         self.root = root
         self.world = world
-        self.config = config
+        self.keep_last = keep_last
         self.print_line = print_line
         self.report = report
         self.staging = StagingBuffers(STAGING_BYTES)
@@ -389,7 +388,7 @@ class Saver:
         if is_best:
             replace_link(best, newest.name)
         used = {os.readlink(link) for link in (latest, best) if link.is_symlink()}
-        for old in checkpoints_below(self.root)[self.config.keep_last :]:
+        for old in checkpoints_below(self.root)[self.keep_last :]:
             if old.name not in used:
                 # Renamed first: a directory that is partly removed must not look complete.
                 leftover = old.with_name(f".{old.name}.old.tmp")

@@ -20,12 +20,10 @@ from swinv2_moe.config.tree import (
     Change,
     all_sections,
     changed_keys,
-    checkpoint_config,
     data_config,
     default_config,
     flatten,
     model_config,
-    run_config,
     train_config,
 )
 
@@ -38,7 +36,6 @@ __all__ = [
     "changed",
     "changed_keys",
     "check_config",
-    "checkpoint_config",
     "choices",
     "config_from_text",
     "data_config",
@@ -49,6 +46,5 @@ __all__ = [
     "merge_opts",
     "model_config",
     "resolve_batch_size",
-    "run_config",
     "train_config",
 ]

@@ -48,7 +48,7 @@ def check_config(config: CfgNode) -> None:
                 f" {flat['MODEL.TYPE']!r}"
             )
     trunk.check(config)
-    _check_strategy(config)
+    _check_strategy(config.MODEL.MOE.STRATEGY)
     _check_experts(config)
     _check_schedule(config)
     _check_dataset(config)
@@ -81,11 +81,6 @@ def _check_distillation(config: CfgNode) -> None:
                 f"AUG.{key} is {config.AUG[key]}: the outputs of TRAIN.DISTILL.TEACHER are computed"
                 " once for each picture, which cannot be mixed; set AUG.MIXUP 0 AUG.CUTMIX 0"
             )
-    if config.DATA.STAGE:
-        raise UserError(
-            f"DATA.STAGE is {config.DATA.STAGE!r}: TRAIN.DISTILL.TEACHER reads all shards before"
-            " the first step; copy them before with `swinv2-moe stage`"
-        )
 
 
 def _check_graph(config: CfgNode) -> None:
@@ -138,13 +133,12 @@ def _check_experts(config: CfgNode) -> None:
             " True"
         )
     try:
-        layer_config(config)
+        layer_config({name.lower(): value for name, value in moe.items()})
     except ValueError as error:
         raise UserError(f"MODEL.MOE: {error}") from error
 
 
-def _check_strategy(config: CfgNode) -> None:
-    text = config.MODEL.MOE.STRATEGY
+def _check_strategy(text: str) -> None:
     if text in ("auto", ExpertsConfig.strategy):
         return
     from moe_core.parallel import parse_strategy  # imports torch
@@ -197,11 +191,6 @@ def _check_dataset(config: CfgNode) -> None:
     if dataset.needs_path and not data.PATH:
         raise UserError(
             f"DATA.DATASET is {data.DATASET!r}: DATA.PATH (or --data) must name its directory"
-        )
-    if data.STAGE and data.DATASET != "shards":
-        raise UserError(
-            f"DATA.STAGE is {data.STAGE!r}: it copies shards, DATA.DATASET is {data.DATASET!r}"
-            " (swinv2-moe make-shards makes shards of it)"
         )
     if data.VAL_SPLIT and data.DATASET not in _SPLIT_DATASETS:
         raise UserError(

@@ -8,7 +8,8 @@ belongs to another group, and is there because the same code needs it. Lists are
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from swinv2_moe.models.section import (
     ModelConfig,
     import_own_types,
     moe_defaults,
-    trunk_group,
 )
 from swinv2_moe.train.section import (
     CheckpointConfig,
@@ -155,107 +155,117 @@ def changed_keys(before: CfgNode, now: CfgNode) -> list[Change]:
     return changes
 
 
-def run_config(config: CfgNode) -> RunConfig:
-    """The section of the run itself: keys without a group."""
-    return RunConfig(**_values(config))
+Values = dict[str, dict[str, Any]]  # by group and name: {"DATA": {"img_size": 192}}
 
 
-def checkpoint_config(config: CfgNode) -> CheckpointConfig:
-    """The section CHECKPOINT."""
-    return CheckpointConfig(**_values(config.CHECKPOINT))
+def _by_group(config: CfgNode) -> Values:
+    """The values of all keys, with lists as tuples. A group without keys is empty."""
+    values: Values = defaultdict(dict)
+    for key, value in flatten(config).items():
+        group, _, name = key.rpartition(".")
+        values[group][name.lower()] = _with_tuples(value)
+    return values
+
+
+def all_sections(config: CfgNode, amp_enable: bool | None = None) -> AllSections:
+    """All sections, for code that builds the parts of a run, and the YAML text that the run
+    records.
+
+    Args:
+        amp_enable: in place of AMP_ENABLE, which the YAML text keeps; None: AMP_ENABLE.
+    """
+    values = _by_group(config)
+    if amp_enable is not None:
+        values[""]["amp_enable"] = amp_enable
+    return AllSections(
+        run=RunConfig(**values[""]),
+        checkpoint=CheckpointConfig(**values["CHECKPOINT"]),
+        data=_data_section(values),
+        model=_model_section(values),
+        train=_train_section(values),
+        yaml=config.dump(),
+    )
 
 
 def data_config(config: CfgNode) -> DataConfig:
     """The section DATA, with AUG, TEST and all other keys that reading images needs."""
-    return DataConfig(
-        **_values(config.DATA),
-        augment=_augment(config),
-        test=CropConfig(**_values(config.TEST)),
-        num_classes=config.MODEL.NUM_CLASSES,
-        seed=config.SEED,
-        device=config.DEVICE,
-        validation_only=False,
-    )
+    return _data_section(_by_group(config))
 
 
 def model_config(config: CfgNode) -> ModelConfig:
     """The section MODEL, with the group of its type, MOE and all other keys that building a model
     needs."""
-    return ModelConfig(
-        **_values(config.MODEL),
-        trunk=TRUNKS[config.MODEL.TYPE](**_values(trunk_group(config))),
-        in_chans=config.DATA.CHANNELS,
-        experts=_experts(config),
-        img_size=config.DATA.IMG_SIZE,
-        use_checkpoint=config.TRAIN.USE_CHECKPOINT,
-    )
+    return _model_section(_by_group(config))
 
 
 def train_config(config: CfgNode) -> TrainConfig:
     """The section TRAIN, with OPTIMIZER, DISTILL and all other keys that a training step needs."""
+    return _train_section(_by_group(config))
+
+
+def _data_section(values: Values) -> DataConfig:
+    return DataConfig(
+        **values["DATA"],
+        augment=AugmentConfig(**values["AUG"]),
+        test=CropConfig(**values["TEST"]),
+        num_classes=values["MODEL"]["num_classes"],
+        seed=values[""]["seed"],
+        device=values[""]["device"],
+        shuffle_val=_is_limited(values["MODEL.MOE"]),
+        validation_only=False,
+    )
+
+
+def _is_limited(moe: Mapping[str, Any]) -> bool:
+    """Whether the experts' choices depend on the images of a batch in evaluation."""
+    affected = {"soft": False, "expert_choice": not moe["choose_per_image"]}
+    is_limited = moe["eval_capacity_factor"] != 0
+    return bool(moe["num_experts"]) and affected.get(moe["router"], is_limited)
+
+
+def _model_section(values: Values) -> ModelConfig:
+    trunk = TRUNKS[values["MODEL"]["type"]]
+    experts = {name: one for name, one in values["MODEL.MOE"].items() if name not in moe_defaults()}
+    return ModelConfig(
+        **values["MODEL"],
+        trunk=trunk(**values[f"MODEL.{trunk.group}"] if trunk.group else {}),
+        in_chans=values["DATA"]["channels"],
+        experts=ExpertsConfig(**experts, layer=layer_config(values["MODEL.MOE"])),
+        img_size=values["DATA"]["img_size"],
+        use_checkpoint=values["TRAIN"]["use_checkpoint"],
+    )
+
+
+def _train_section(values: Values) -> TrainConfig:
+    run = values[""]
     return TrainConfig(
-        **_values(config.TRAIN),
-        optimizer=OptimizerConfig(**_values(config.TRAIN.OPTIMIZER)),
-        distill=DistillConfig(**_values(config.TRAIN.DISTILL)),
-        augment=_augment(config),
-        batch_size=config.DATA.BATCH_SIZE,
-        label_smoothing=config.MODEL.LABEL_SMOOTHING,
-        aux_loss_weight=config.MODEL.MOE.AUX_LOSS_WEIGHT,
-        seed=config.SEED,
-        amp_enable=bool(config.AMP_ENABLE),
-        amp_dtype=config.AMP_DTYPE,
-        compile=config.COMPILE,
+        **values["TRAIN"],
+        optimizer=OptimizerConfig(**values["TRAIN.OPTIMIZER"]),
+        distill=DistillConfig(**values["TRAIN.DISTILL"]),
+        augment=AugmentConfig(**values["AUG"]),
+        batch_size=values["DATA"]["batch_size"],
+        label_smoothing=values["MODEL"]["label_smoothing"],
+        aux_loss_weight=values["MODEL.MOE"]["aux_loss_weight"],
+        seed=run["seed"],
+        amp_enable=bool(run["amp_enable"]),
+        amp_dtype=run["amp_dtype"],
+        compile=run["compile"],
     )
 
 
-def all_sections(config: CfgNode) -> AllSections:
-    """All sections, for code that builds the parts of a run, and the YAML text that the run
-    records."""
-    return AllSections(
-        run=run_config(config),
-        checkpoint=checkpoint_config(config),
-        data=data_config(config),
-        model=model_config(config),
-        train=train_config(config),
-        yaml=config.dump(),
-    )
+def layer_config(moe: Mapping[str, Any]) -> MoEConfig | None:
+    """What all MoE layers have in common, with a model_dim and hidden_dim of 1; None without
+    experts.
 
-
-def _augment(config: CfgNode) -> AugmentConfig:
-    return AugmentConfig(**_values(config.AUG))
-
-
-def layer_config(config: CfgNode) -> MoEConfig | None:
-    """What all MoE layers have in common, with a model_dim and hidden_dim of 1; None if
-    MODEL.MOE.NUM_EXPERTS is 0.
+    Args:
+        moe: the values of MODEL.MOE by name: {"num_experts": 8}.
 
     Raises:
         ValueError: values that contradict each other.
     """
-    values = _values(config.MODEL.MOE)
-    num_experts = values["num_experts"]
-    if not num_experts:
+    if not moe["num_experts"]:
         return None
-    layer_values = {name: values[name] for name in moe_defaults()}
-    return MoEConfig(1, 1, num_experts, **layer_values)
-
-
-def _experts(config: CfgNode) -> ExpertsConfig:
-    values = _values(config.MODEL.MOE)
-    for name in moe_defaults():
-        del values[name]
-    return ExpertsConfig(**values, layer=layer_config(config))
-
-
-def _values(group: CfgNode) -> dict[str, Any]:
-    """The values of a group's keys as `{"img_size": 192, ...}`, without nested groups."""
-    values = {}
-    for key, value in group.items():
-        if isinstance(value, list):
-            value = _with_tuples(value)
-        if not isinstance(value, CfgNode):
-            values[key.lower()] = value
-    return values
+    return MoEConfig(1, 1, moe["num_experts"], **{name: moe[name] for name in moe_defaults()})
 
 
 def _with_tuples(value: object) -> object:

@@ -66,21 +66,10 @@ class Data:
             return epoch % self.views
         return epoch
 
-    def order_of_epoch(self, epoch: int) -> np.ndarray:
-        """The order in which all ranks together read the training images in `epoch` [N]."""
-        return self.train_loader.sampler.order_of_epoch(epoch)
-
     def close(self) -> None:
         """End the workers of training. Python would not end those of a loader to which a traceback
         refers."""
         self.train_loader.end_workers()
-
-    def raise_if_staging_failed(self) -> None:
-        """Raise UserError if the data are being staged and staging has failed."""
-        for loader in (self.train_loader, self.val_loader):
-            source = loader.dataset.source
-            if isinstance(source, ShardedImages):
-                source.raise_if_staging_failed()
 
 
 def build_data(
@@ -121,7 +110,7 @@ def build_data(
     )
     return Data(
         train_loader=train_loader,
-        val_loader=evaluation_loader(config, sources.val, rank, world_size, config.test.shuffle),
+        val_loader=evaluation_loader(config, sources.val, rank, world_size, config.shuffle_val),
         num_classes=num_classes,
         class_names=sources.class_names,
         train_size=train_size,

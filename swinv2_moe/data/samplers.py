@@ -80,15 +80,11 @@ class TrainSampler(Sampler[int]):
     def __len__(self) -> int:
         return self.num_steps * self.batch_size
 
-    def order_of_epoch(self, epoch: int) -> np.ndarray:
-        """The order of the images in `epoch` [N]."""
-        return self.order(np.random.default_rng([self.seed, epoch]))
-
     def __iter__(self) -> Iterator[int]:
-        order = self.order_of_epoch(self.epoch)
+        order = self.order(np.random.default_rng([self.seed, self.epoch]))  # [N]
         full_steps = order[: len(self) * self.world_size]
         of_rank = full_steps[self.rank :: self.world_size]  # [num_steps * B]
-        yield from of_rank[self.skip_steps * self.batch_size :].tolist()
+        return iter(of_rank[self.skip_steps * self.batch_size :].tolist())
 
 
 class ListSampler(Sampler[int]):

@@ -99,7 +99,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CropConfig:
-    """TEST: the part of an image that is evaluated, and the order of the images."""
+    """TEST: the part of an image that is evaluated."""
 
     crop_ratio: float = option(
         0.875,
@@ -108,11 +108,6 @@ class CropConfig:
         least=0,
         most=1,
         affects="accuracy",
-    )
-    shuffle: bool = option(
-        False,
-        "validation and `evaluate` read the images in a fixed random order",
-        affects="",
     )
 
 
@@ -141,12 +136,6 @@ class DataConfig:
         least=0,
         most=0.9,
         affects="accuracy",
-    )
-    stage: str = option(
-        "",
-        "`shards`: a directory on each node's disk or in its memory, to which the shards are"
-        " copied during the first epoch; several nodes read the source once",
-        affects="",
     )
     batch_size: int = option(128, "images per rank per forward pass", least=1, affects="rate")
     global_batch_size: int = option(
@@ -198,4 +187,7 @@ class DataConfig:
     num_classes: int  # MODEL.NUM_CLASSES
     seed: int
     device: str
+    # validation in a fixed random order: where the experts' capacity is limited, the images of a
+    # batch affect each other, and more choices are dropped in a folder that is sorted by class
+    shuffle_val: bool
     validation_only: bool  # the training images are not needed and need not exist

@@ -7,9 +7,6 @@
     SHARDS/index.json             class names; the shards of each split with their sizes and
                                   checksums; written last
 
-While shards are being staged to another directory, its index is arriving.json, and staging.failed
-says why nothing more will come.
-
 N images, S shards
 """
 
@@ -19,7 +16,6 @@ import os
 import re
 import stat
 import tarfile
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -31,24 +27,16 @@ from moe_core.files import open_regular
 from swinv2_moe.data.copies import digest
 from swinv2_moe.data.images import MAX_FILE_BYTES, decode, is_of_the_machine
 from swinv2_moe.errors import UserError, one_line, short
-from swinv2_moe.files import check_plain_name, read_bounded, read_json
+from swinv2_moe.files import check_plain_name, read_json
 
 FORMAT_VERSION = 1
 INDEX = "index.json"
-ARRIVING_INDEX = "arriving.json"
-FAILED = "staging.failed"
 SPLITS = ("train", "val")
 # Offset and size refer to the image's bytes, without the header of the tar's member.
 MEMBER = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
 MAX_INDEX_BYTES = 1 << 26  # limit of index.json: a million shards
 _MAX_BYTES = 1 << 50  # limit of a shard
 _MAX_OPEN = 256  # open files per split; the usual limit of a process is 1024
-_MAX_FAILURE_BYTES = 1 << 16  # limit of staging.failed
-_POLL_SECONDS = 0.02  # polling interval while a shard is missing
-
-
-class StagingStopped(UserError):
-    """Raised when the copy of shards to a node was told to stop."""
 
 
 class ShardFile(NamedTuple):
@@ -65,8 +53,6 @@ class ShardedImages:
     Args:
         split: "train" or "val".
         shards: the checked records of index.json: "name", "images", "bytes", "sha256".
-        arriving: shards may still be missing during staging. Reading an image then waits for its
-            shard.
         labels: [classes]: a new target for each target in the shards; None: unchanged.
 
     Raises:
@@ -78,13 +64,11 @@ class ShardedImages:
         root: str,
         split: str,
         shards: list[dict],
-        arriving: bool = False,
         labels: Sequence[int] | None = None,
     ):
         self.root = root
         self.split = split
         self.shards = shards
-        self.arriving = arriving
         self.counts = np.array([shard["images"] for shard in shards], np.int64)  # [S]
         index_file = os.path.join(root, split, "members.npy")
         self.members = _read_members(index_file, int(self.counts.sum()))  # MEMBER [N]
@@ -97,12 +81,11 @@ class ShardedImages:
 
     def __reduce__(self):
         """Pickling: a copy in another process opens its own files."""
-        arguments = (self.root, self.split, self.shards, self.arriving, self.labels)
-        return ShardedImages, arguments
+        return ShardedImages, (self.root, self.split, self.shards, self.labels)
 
     def relabelled(self, labels: Sequence[int]) -> "ShardedImages":
         """The same images, with target t replaced by `labels[t]`."""
-        return ShardedImages(self.root, self.split, self.shards, self.arriving, labels)
+        return ShardedImages(self.root, self.split, self.shards, labels)
 
     def __del__(self):
         for file in getattr(self, "_files", {}).values():
@@ -146,32 +129,14 @@ class ShardedImages:
             member = f"byte {offset}"
         return f"{self.split}/{self.shards[shard]['name']}: {member}"
 
-    def raise_if_staging_failed(self) -> None:
-        """Raise UserError if shards are missing and their staging has failed."""
-        if not self.arriving:
-            return
-        try:
-            message = read_bounded(os.path.join(self.root, FAILED), _MAX_FAILURE_BYTES)
-        except OSError:
-            return
-        raise UserError(f"staging the data failed: {one_line(message.decode(errors='replace'))}")
-
     def _file(self, shard: int) -> int:
         if shard not in self._files:
             if len(self._files) == _MAX_OPEN:
                 os.close(self._files.popitem(last=False)[1])
             path = os.path.join(self.root, self.split, self.shards[shard]["name"])
-            if self.arriving:
-                self._wait_for(path)
             self._files[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._files.move_to_end(shard)
         return self._files[shard]
-
-    def _wait_for(self, path: str) -> None:
-        """Wait until a file exists, or until staging has failed."""
-        failed = os.path.join(self.root, FAILED)
-        while not os.path.exists(path) and not os.path.exists(failed):
-            time.sleep(_POLL_SECONDS)
 
 
 class Shards(NamedTuple):
@@ -180,23 +145,16 @@ class Shards(NamedTuple):
     class_names: list[str]
 
 
-def load_shards(root: str, arriving: bool = False) -> Shards:
+def load_shards(root: str) -> Shards:
     """Open the finished shards in `root` (DATA.PATH). Checks the size of each shard and every row
     of the indexes.
-
-    Args:
-        arriving: the shards are being staged to `root`; some may still be missing.
 
     Raises:
         UserError: the index is missing, damaged or of a newer version, a shard is missing or has
             another size, or a label is out of range.
     """
-    name = INDEX
-    if arriving and not os.path.exists(os.path.join(root, INDEX)):
-        name = ARRIVING_INDEX
-    index = read_index(root, "DATA.PATH", name)
-    train = open_split(root, "train", index, arriving)
-    val = open_split(root, "val", index, arriving)
+    index = read_index(root, "DATA.PATH")
+    train, val = (open_split(root, split, index) for split in SPLITS)
     return Shards(train, val, index["class_names"])
 
 
@@ -213,12 +171,11 @@ def _shard_file(split: str, record: dict) -> ShardFile:
     return ShardFile(f"{split}/{record['name']}", record["bytes"], record["sha256"])
 
 
-def read_index(root: str, key: str, name: str = INDEX) -> dict:
+def read_index(root: str, key: str) -> dict:
     """Read and check SHARDS/index.json.
 
     Args:
         key: the name of `root` in messages.
-        name: name of the file.
 
     Returns:
         "class_names"; "train" and "val", each with the records "members" and "shards"; "made".
@@ -226,7 +183,7 @@ def read_index(root: str, key: str, name: str = INDEX) -> dict:
     Raises:
         UserError: the file does not exist, or cannot be used.
     """
-    path = os.path.join(root, name)
+    path = os.path.join(root, INDEX)
     try:
         index = read_json(path, MAX_INDEX_BYTES)
     except FileNotFoundError as error:
@@ -330,22 +287,17 @@ def _why_no_index(root: str) -> str:
     return "`swinv2-moe make-shards` makes shards"
 
 
-def open_split(root: str, split: str, index: dict, arriving: bool = False) -> ShardedImages:
+def open_split(root: str, split: str, index: dict) -> ShardedImages:
     """Open the images of one split. Checks the sizes of its shards and every row of its index.
-
-    Args:
-        arriving: shards may be missing.
 
     Raises:
         UserError: a shard or a row cannot be used.
     """
-    images = ShardedImages(root, split, index[split]["shards"], arriving)
+    images = ShardedImages(root, split, index[split]["shards"])
     num_classes = len(index["class_names"])
     start = 0
     for number, shard in enumerate(images.shards):
-        path = os.path.join(root, split, shard["name"])
-        if not arriving or os.path.exists(path):
-            _check_size(path, shard["bytes"])
+        _check_size(os.path.join(root, split, shard["name"]), shard["bytes"])
         rows = images.members[start : start + shard["images"]]
         problem = row_problem(rows, number, shard["bytes"], num_classes)
         if problem:

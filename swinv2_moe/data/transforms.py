@@ -32,12 +32,16 @@ def build_transform(config: DataConfig, is_train: bool) -> Transform:
     Raises:
         UserError: timm does not know AUG.AUTO_AUGMENT.
     """
-    if is_train:
-        return _train_transform(config)
-    return _eval_transform(config, crop=config.test.crop_ratio > 0)
+    if not is_train:
+        return _eval_transform(config, crop=config.test.crop_ratio > 0)
+    transform = _train_transform(config)
+    if config.augment.scale == (1, 1):
+        # The whole image is used. A random crop of another aspect ratio would remove a strip.
+        transform.transforms[:1] = _eval_transform(config, crop=False).transforms[:2]
+    return transform
 
 
-def _train_transform(config: DataConfig) -> Transform:
+def _train_transform(config: DataConfig) -> transforms.Compose:
     aug = config.augment
     auto_augment = None
     if aug.auto_augment not in ("", "none"):
@@ -66,9 +70,6 @@ def _train_transform(config: DataConfig) -> Transform:
         if op.aug_fn is posterize:
             op.aug_fn = _posterize
     transform.transforms[0].get_params = _crop_box
-    if aug.scale == (1, 1):
-        # The whole image is used. A random crop of another aspect ratio would remove a strip.
-        transform.transforms[:1] = _eval_transform(config, crop=False).transforms[:2]
     return transform
 
 

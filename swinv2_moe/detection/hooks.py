@@ -13,7 +13,6 @@ from swinv2_moe.files import read_json, replace_link, write_json
 from swinv2_moe.forms import NUMBER, RELATIVE_PATH, record
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import optimizer_sections
-from swinv2_moe.train.section import CheckpointConfig
 from swinv2_moe.train.tuning import Tuning
 
 _RECORD = record({"score": NUMBER}, {"checkpoint": RELATIVE_PATH})
@@ -57,8 +56,7 @@ class ExpertStoreHook(Hook):
         if world.is_main or world.size > 1:
             root = Path(runner.work_dir) / "checkpoints"
             root.mkdir(parents=True, exist_ok=True)
-            config = CheckpointConfig(keep_last=self.keep_last)
-            self.saver = Saver(root, world, config, runner.source, runner.logger.info)
+            self.saver = Saver(root, world, self.keep_last, runner.source, runner.logger.info)
             self.config = runner.cfg.pretty_text  # once: formatting it takes a second
 
     def after_train_iter(

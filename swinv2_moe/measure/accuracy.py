@@ -155,7 +155,7 @@ def _predicted(deployed: Deployed) -> tuple[dict, Predictions]:
         "other_class_names": renamed,
         "data_notes": list(sources.notes),
         "batch_size": data.batch_size,
-        "shuffled": data.test.shuffle,
+        "shuffled": data.shuffle_val,
         "machine": machine(world.device.type),
         "unreadable_images": unreadable,
         "dropped_share": None,
@@ -178,7 +178,7 @@ def predict_images(
     """`predict` for all of `images` with a progress bar, and the paths of unreadable ones. Raises
     UserError if there are too many of these."""
     world, data = deployed.world, deployed.data
-    loader = evaluation_loader(data, images, world.rank, world.size, data.test.shuffle)
+    loader = evaluation_loader(data, images, world.rank, world.size, data.shuffle_val)
 
     def count() -> None:
         after_batch()

@@ -40,12 +40,12 @@ import torch
 from yacs.config import CfgNode
 
 from moe_core import moe_layers, prepared
+from moe_core.parallel import parse_strategy
 from swinv2_moe.config import (
     AllSections,
     all_sections,
     flatten,
     model_config,
-    run_config,
     train_config,
 )
 from swinv2_moe.config.checks import check_settings
@@ -62,7 +62,6 @@ from swinv2_moe.measure.rounds import (
 )
 from swinv2_moe.measure.spread import Times, latencies, quartiles, ratios
 from swinv2_moe.models import Complexity, MoEModel, build_model, measure_model
-from swinv2_moe.models.build import configured_strategy
 from swinv2_moe.models.section import ModelConfig, count_moe_layers
 from swinv2_moe.output import csv_text
 from swinv2_moe.ranks.agreement import check_same_start
@@ -139,8 +138,7 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool | None = None) -> 
             float16 on a CPU; with `graph`, a pass that cannot be captured.
     """
     config = plan[0][1]
-    run = run_config(config)
-    with open_world(run.device, run.timeout) as world, world.named_errors("a collective"):
+    with open_world(config.DEVICE, config.TIMEOUT) as world, world.named_errors("a collective"):
         measured = {
             "combinations": [str(one) for one, *_ in plan],
             "--rounds": rounds,
@@ -148,7 +146,7 @@ def measure(plan: Plan, rounds: int, warmup: int, graph: bool | None = None) -> 
             "--graph": graph,
         }
         check_same_start(flatten(config) | measured, world)
-        if world.size > 1 and configured_strategy(model_config(config).experts) == "auto":
+        if world.size > 1 and parse_strategy(config.MODEL.MOE.STRATEGY)[0] == "auto":
             raise UserError(
                 "MODEL.MOE.STRATEGY is 'auto': its trials would be timed too; name the strategy to"
                 " measure"

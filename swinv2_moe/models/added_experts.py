@@ -134,9 +134,9 @@ def choose_blocks(model: nn.Module, blocks: str | Sequence) -> list[Block]:
         return _by_words(found, blocks)
     if not len(blocks):
         raise ValueError(f"blocks ({blocks}) names no block")
-    chosen: Any = blocks
     if any(isinstance(entry, (list, tuple)) for entry in blocks):
-        chosen = by_stage(stages_of(found), chosen, "blocks")
+        named: list = list(blocks)
+        chosen = by_stage(stages_of(found), named, "blocks")
     else:
         chosen = [_by_number_or_name(found, entry) for entry in blocks]
     for i, block in enumerate(chosen):

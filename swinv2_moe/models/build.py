@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_core.parallel import ExpertGroup, ParallelStrategy, parse_strategy
 from swinv2_moe.errors import UserError, one_line
 from swinv2_moe.models.protocol import MoEModel
-from swinv2_moe.models.section import MODELS, ExpertsConfig, ModelConfig, model_files
+from swinv2_moe.models.section import MODELS, ModelConfig, model_files
 from swinv2_moe.models.timm_model import classifiers
 
 # Model types register themselves, and in registry.py their names for timm.
@@ -46,8 +46,12 @@ def build_model(
     Raises:
         UserError: the experts or the strategy do not fit the group.
     """
+    strategy: ParallelStrategy | str = ParallelStrategy()
     try:
-        model = _model(config, num_classes, group)
+        if group:
+            strategy = parse_strategy(config.experts.strategy)[0]
+        arguments = model_arguments(config, num_classes)
+        model = MODELS[config.type](**arguments, expert_group=group, expert_strategy=strategy)
     except ValueError as error:
         raise UserError(f"MODEL: {error}") from error
     try:
@@ -55,15 +59,6 @@ def build_model(
     except AssertionError as error:  # timm's, of a model that cannot
         raise UserError(f"TRAIN.USE_CHECKPOINT is True: {config.name}: {error}") from error
     return model
-
-
-def _model(config: ModelConfig, num_classes: int, group: ExpertGroup | None) -> MoEModel:
-    strategy: ParallelStrategy | str = ParallelStrategy()
-    if group:
-        strategy = configured_strategy(config.experts)
-    return MODELS[config.type](
-        **model_arguments(config, num_classes), expert_group=group, expert_strategy=strategy
-    )
 
 
 def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
@@ -84,11 +79,6 @@ def model_arguments(config: ModelConfig, num_classes: int) -> dict[str, Any]:
         "freeze_moe": experts.freeze,
         "aux_loss_weight": experts.aux_loss_weight,
     }
-
-
-def configured_strategy(experts: ExpertsConfig) -> ParallelStrategy | str:
-    """The strategy of MODEL.MOE.STRATEGY; "auto" for a tuner."""
-    return parse_strategy(experts.strategy)[0]
 
 
 def measure_model(config: ModelConfig, num_classes: int) -> Complexity:

@@ -158,7 +158,6 @@ class SwinV2Config(Trunk):
         least=1,
         affects="accuracy",
     )
-    mlp_ratio: float = option(4.0, "hidden dim of an FFN, in units of its channels", least=0.1)
     pretrained_window_sizes: tuple[int, ...] = option(
         (0, 0, 0, 0),
         "for each stage, the window side that the pretrained weights were trained with; 0:"

@@ -25,13 +25,8 @@ _UNKNOWN_ARGUMENT = re.compile(r"unexpected keyword argument '(\w+)'")
 # Of MODEL.MOE: at their defaults, the experts compute what the FFN computes.
 _OF_FFN = ("activation", "gated", "output_bias", "hidden_dropout")
 _OPTIONAL = ("drop_path_rate",)
-_OPTIONS = (
-    "hidden_ratio",
-    "aux_loss_weight",
-    "eval_capacity_factor",
-    "expert_group",
-    "expert_strategy",
-)
+_OPTIONS = ["hidden_ratio", "aux_loss_weight", "eval_capacity_factor"]
+_OPTIONS += ["expert_group", "expert_strategy"]
 _MAX_REASON = 300
 
 

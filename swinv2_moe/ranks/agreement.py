@@ -12,7 +12,7 @@ from swinv2_moe.ranks.environment import code_versions
 from swinv2_moe.ranks.world import World
 
 # Paths may differ between machines. `check_same_data` compares the data at these paths instead.
-DATA_PATHS = frozenset({"DATA.PATH", "DATA.STAGE", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
+DATA_PATHS = frozenset({"DATA.PATH", "DATA.TRAIN_LIST", "DATA.VAL_LIST"})
 _MAX_NAMED_KEYS = 3  # in a message
 _PART = 4096  # images
 

@@ -1,12 +1,10 @@
 """The dtype that a device computes in."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from moe_core import cpu_computes_in
-from swinv2_moe.config import AllSections
 from swinv2_moe.ranks.world import World
 
 
@@ -16,31 +14,23 @@ def build_autocast(amp_enable: bool | str, amp_dtype: str, world: World) -> part
     return partial(torch.autocast, world.device.type, dtype=dtype, enabled=enabled)
 
 
-def without_slow_amp(config: AllSections, world: World) -> tuple[AllSections, list[str]]:
-    """Switch mixed precision off if a rank's CPU has no instructions for its dtype: a step would
-    take up to 50 times as long as in fp32. All ranks do the same. The recorded YAML keeps
-    AMP_ENABLE.
+def usable_amp(amp_enable: bool | str, amp_dtype: str, world: World) -> tuple[bool, list[str]]:
+    """Whether mixed precision is used. It is off if a rank's CPU has no instructions for its dtype:
+    a step would take up to 50 times as long as in fp32. All ranks do the same.
 
     AMP_ENABLE True is switched off, too: a run may be trained on a GPU and evaluated on a CPU.
 
     Returns:
-        The sections, and a line for the log if mixed precision was switched off: a warning for
-        True, a note for auto.
+        This, and a line for the log if it was switched off: a warning for True, a note for auto.
     """
-    run = config.run
-    if not run.amp_enable or world.device.type != "cpu":
-        return config, []
-    if all(world.gather(cpu_computes_in(run.amp_dtype))):
-        return config, []
-    config = replace(
-        config,
-        run=replace(run, amp_enable=False),
-        train=replace(config.train, amp_enable=False),
-    )
-    note = f"AMP_ENABLE is {run.amp_enable}: {off_because_slow(run.amp_dtype)}"
-    if run.amp_enable != "auto":
+    if not amp_enable or world.device.type != "cpu":
+        return bool(amp_enable), []
+    if all(world.gather(cpu_computes_in(amp_dtype))):
+        return True, []
+    note = f"AMP_ENABLE is {amp_enable}: {off_because_slow(amp_dtype)}"
+    if amp_enable != "auto":
         note = f"warning: {note}"
-    return config, [note]
+    return False, [note]
 
 
 def off_because_slow(dtype: str) -> str:

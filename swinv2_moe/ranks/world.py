@@ -102,13 +102,18 @@ class World:
             sent = value
         return self.gather(sent)[0]
 
-    def on_every_rank(self, load: Callable[[], T]) -> T:
+    def on_every_rank(self, load: Callable[[], T], main_first: bool = False) -> T:
         """Call `load` on every rank and return its result. Collective.
+
+        Args:
+            main_first: call it on the main rank alone before, which downloads to a cache.
 
         Raises:
             UserError: on all ranks, if `load` raises one on any of them. The message names the rank
                 unless `load` failed on all.
         """
+        if main_first and self.size > 1:
+            self.on_every_rank(lambda: load() if self.is_main else None)
         results: list[T] = []
         problem = None
         try:

@@ -394,10 +394,6 @@ def _probes(situation: Situation) -> bool:
     return _is_probed(situation.weights, situation.values)
 
 
-def _if_probed(value: object, reason: str) -> Callable[[Situation], tuple[object, str] | None]:
-    return lambda situation: (value, reason) if _probes(situation) else None
-
-
 def _base_lr(situation: Situation) -> tuple[object, str]:
     if _probes(situation):
         return 1.5e-3, _RATE
@@ -437,12 +433,15 @@ def _share_of_rate(divisor: float) -> Callable[[Situation], tuple[object, str]]:
     return lambda situation: (situation.number("TRAIN.BASE_LR") / divisor, "shares of that rate")
 
 
-def _always(value: object, reason: str) -> Callable[[Situation], tuple[object, str]]:
-    return lambda situation: (value, reason)
+def _always(
+    value: object, reason: str, where: Callable[[Situation], bool] = lambda situation: True
+) -> Callable[[Situation], tuple[object, str] | None]:
+    """This value, or none where the condition does not hold."""
+    return lambda situation: (value, reason) if where(situation) else None
 
 
-def _if_pretrained(value: object, reason: str) -> Callable[[Situation], tuple[object, str] | None]:
-    return lambda situation: (value, reason) if situation.weights.name else None
+def _is_pretrained(situation: Situation) -> bool:
+    return bool(situation.weights.name)
 
 
 def _mixing(alpha: float) -> Callable[[Situation], tuple[object, str]]:
@@ -534,12 +533,14 @@ RULES = (
         "TRAIN.PROBE",
         "with pretrained weights and without a teacher: training starts from a classifier that is"
         " fitted to the features of the frozen network",
-        _if_probed(True, "a classifier on the frozen network is the start, and the first result"),
+        _always(
+            True, "a classifier on the frozen network is the start, and the first result", _probes
+        ),
     ),
     Rule(
         "TRAIN.BEST_BY",
         "`calibrated` in that case: of few pictures, the loss tells more than the accuracy",
-        _if_probed("calibrated", "of few pictures the loss tells more than the accuracy"),
+        _always("calibrated", "of few pictures the loss tells more than the accuracy", _probes),
     ),
     Rule(
         "TRAIN.ON_ALL",
@@ -564,7 +565,7 @@ RULES = (
     Rule(
         "TRAIN.LAYER_DECAY",
         "0.8 with pretrained weights: lower layers change less",
-        _if_pretrained(0.8, "lower layers, which are general, change less"),
+        _always(0.8, "lower layers, which are general, change less", _is_pretrained),
     ),
     Rule("TRAIN.WEIGHT_DECAY", "0.05", _always(0.05, "usual for fine-tuning")),
     Rule("MODEL.DROP_PATH_RATE", "0.05", _always(0.05, _SHORT)),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_core import equal_tokens, prepared
+from moe_core.parallel import ExpertGroup
 from swinv2_moe.config import AllSections
 from swinv2_moe.data.build import evaluation_loader
 from swinv2_moe.data.sources import Source, Sources
@@ -155,7 +156,8 @@ def choose_size(
             if world.agree(expected > limit):
                 lines.append(f"  {size} px: not tried, it would take about {in_words(expected)}")
                 break
-        _, found = start_from_probe(sections, sources, world, _FOR_SIZES)
+        _, found, _ = starting_model(sections, sources, world, most=_FOR_SIZES)
+        assert found is not None
         tried.append(found)
         loss = f"log loss {found.classifier.log_loss:.2f}"
         lines.append(f"  {size} px: {found.classifier}, {loss}")
@@ -174,26 +176,37 @@ def choose_size(
     return best, tried[best] if has_all else None, lines
 
 
-def start_from_probe(
+def starting_model(
     sections: AllSections,
     sources: Sources,
     world: World,
+    group: ExpertGroup | None = None,
+    loads: bool = True,
+    probes: bool = True,
     most: int = MOST,
     known: Probe | None = None,
-) -> tuple[MoEModel, Probe]:
-    """The pretrained network of each rank, with all experts and the classifier of a probe, and that
-    probe. Collective. Raises UserError as `probe`.
+) -> tuple[MoEModel, Probe | None, tuple[str, ...]]:
+    """The network that a training begins with, on this rank's device; the probe whose classifier it
+    has, if there is one; and messages for the log. Collective.
 
     Args:
+        group: the ranks over which experts are spread; None: every rank has all.
+        loads: load MODEL.PRETRAINED, if it is given.
+        probes: fit a classifier to the features of at most `most` training images.
         known: the probe, if it has been made.
+
+    Raises:
+        UserError: weights that cannot be used; also as `probe`.
     """
-    seed_everything(sections.run.seed)
-    model = build_model(sections.model, len(sources.class_names))
-    load_pretrained(sections.model, model, world, sources.class_names)
+    seed_everything(sections.run.seed)  # the same weights on any number of ranks
+    model = build_model(sections.model, len(sources.class_names), group)
+    notes = load_pretrained(sections.model, model, world, sources.class_names) if loads else ()
     model = model.to(world.device)
+    if not probes:
+        return model, None, notes
     found = known or probe(model, sections, sources, world, most)
     set_classifier(model, found.classifier)
-    return model, found
+    return model, found, notes
 
 
 def _some(source: Source, most: int, seed: int) -> Source:

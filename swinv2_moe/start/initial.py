@@ -67,25 +67,17 @@ from swinv2_moe.ranks.world import World
 _KEYS = ("DATA.MEAN", "DATA.STD", "DATA.INTERPOLATION", "TEST.CROP_RATIO")
 
 
-def starting_point(
-    root: Path, resume: str | None, config: CfgNode, world: World
-) -> Checkpoint | None:
-    """The checkpoint to continue from: of this run or, with MODEL.UPCYCLE run, of a dense one.
-
-    None starts a new run. That is not allowed if `root` already has a run.
-    """
-    source = None
+def find_start(root: Path, resume: str | None, world: World) -> Checkpoint | None:
+    """The checkpoint that the run in the directory `root` continues from. None: a new run, which
+    is refused where `root` has one."""
     if resume is not None:
-        source = find_checkpoint(resume, root / "checkpoints", world)
-    elif world.agree((root / "metrics.jsonl").exists()):
+        return find_checkpoint(resume, root / "checkpoints", world)
+    if world.agree((root / "metrics.jsonl").exists()):
         raise UserError(
             f"--output {root}: already holds a run; --resume auto continues it, another directory"
             " starts anew"
         )
-    model, train = config.MODEL, config.TRAIN
-    if source is None and model.UPCYCLE == "run":
-        source = find_dense(model.PRETRAINED, train.EPOCHS, train.MAX_STEPS, world)
-    return source
+    return None
 
 
 def as_trained(
@@ -106,7 +98,7 @@ def as_trained(
         return config, []
     stages = len(getattr(model.trunk, "depths", (0,)))
     if is_hub_name(model.pretrained):
-        _fetch_weights(model.pretrained, world)
+        world.on_every_rank(lambda: fetch_weights(model.pretrained), main_first=True)
     trained = world.on_every_rank(lambda: settings_of_weights(model.pretrained, stages))
     return take_over(config, world.agree(trained), model.pretrained)
 
@@ -177,9 +169,7 @@ def class_names_of(file: Path) -> list[str]:
     Raises:
         UserError: a file that should hold them cannot be read.
     """
-    names = []
-    if file.suffix == ".safetensors":
-        names = read_class_names(file)
+    names = read_class_names(file) if file.suffix == ".safetensors" else []
     owner = _checkpoint_of(file)
     if owner is not None:
         names = names or read_meta(owner, "MODEL.PRETRAINED")["class_names"]
@@ -293,13 +283,12 @@ def load_pretrained(
         UserError: the weights do not fit the model.
     """
     source = local_file(config.pretrained)
-    notes: tuple[str, ...] = ()
     if not source:
-        return notes
+        return ()
     if source == PACKAGED:
         trained = imagenet_names(1000)
     elif is_hub_name(source):
-        file = _fetch_weights(source, world)
+        file = world.on_every_rank(lambda: fetch_weights(config.pretrained), main_first=True)
         content = world.agree(timm_config(source) or {} if world.is_main else {})
         check_windows(model, windows_of_config(content), source)
         trained = label_names(content)
@@ -387,20 +376,6 @@ def _head_rows(
     if unknown:
         note += f", {len(unknown):,} classes are new: {shortened(unknown)}"
     return rows, (note + hint,)
-
-
-def _fetch_weights(name: str, world: World) -> Path:
-    """The file of weights that the name in MODEL.PRETRAINED stands for. Every rank calls this.
-
-    The main rank downloads the file. The others then read it from the cache, or download it to the
-    cache of their own machine.
-
-    Raises:
-        UserError: as `fetch_weights`, on every rank.
-    """
-    if world.size > 1:
-        world.on_every_rank(lambda: fetch_weights(name) if world.is_main else None)
-    return world.on_every_rank(lambda: fetch_weights(name))
 
 
 def find_dense(pretrained: str, epochs: int, max_steps: int, world: World) -> Checkpoint:

@@ -57,27 +57,22 @@ def decide_rate(
         for factor in FACTORS:
             model.load_state_dict(start)
             named = {key.lower(): factor * getattr(brief, key.lower()) for key in _RATES}
-            losses[factor] = _loss_after(replace(brief, **named), data, model, world)
+            step = train_epochs(replace(brief, **named), model, data, epochs, world)
+            accuracy = evaluate(step.deployed, data.val_loader, world, step.autocast)
+            losses[factor] = accuracy.calibrated  # log loss at its best temperature
     best = min(losses, key=lambda factor: losses[factor])
     if losses[best] > (1 - _CLEARLY) * losses[1.0]:
         best = 1.0
     lines = [
-        f"learning rates by {epochs} epochs each, on {data.val_size:,} held-out pictures:",
+        f"learning rates, epochs of each: {epochs}, on {data.val_size:,} held-out pictures:",
         *(
             f"  TRAIN.BASE_LR {factor * sections.train.base_lr:.2g}: log loss {loss:.2f}"
             for factor, loss in losses.items()
         ),
     ]
     keys = {f"TRAIN.{key}": best * getattr(sections.train, key.lower()) for key in _RATES}
-    keys = {key: float(f"{rate:.2g}") for key, rate in keys.items()}
-    chosen = {key: value for key, value in keys.items() if key not in given}
+    chosen = {key: float(f"{rate:.2g}") for key, rate in keys.items() if key not in given}
     return [Decision(chosen, "the best of those that were tried briefly")], lines
-
-
-def _loss_after(train: TrainConfig, data: Data, model: MoEModel, world: World) -> float:
-    """The log loss of the held-out pictures at its best temperature, after a training."""
-    step = train_epochs(train, model, data, train.epochs, world)
-    return evaluate(step.deployed, data.val_loader, world, step.autocast).calibrated
 
 
 def train_epochs(

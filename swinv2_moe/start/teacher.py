@@ -13,6 +13,7 @@ from typing import Any
 
 import timm
 import torch
+import torch.nn.functional as F
 from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -40,7 +41,6 @@ from swinv2_moe.models.section import TRUNKS
 from swinv2_moe.models.weight_files import read_weights
 from swinv2_moe.models.weights import larger_than
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train.section import DistillConfig
 
 _KEY = "TRAIN.DISTILL.TEACHER"
 _WINDOWS = "pretrained_window_sizes"
@@ -104,23 +104,23 @@ class Teacher:
         )
 
 
-def open_teacher(config: DistillConfig, world: World) -> Teacher | None:
-    """The teacher that the configuration names, on each rank; None without one. Collective.
+def open_teacher(name: str, img_size: int, world: World) -> Teacher | None:
+    """The teacher that TRAIN.DISTILL.TEACHER names, on each rank; None for "". Collective.
+
+    Args:
+        img_size: TRAIN.DISTILL.IMG_SIZE.
 
     Raises:
         UserError: on every rank, if the teacher cannot be used on any of them.
     """
-    if not config.teacher:
+    if not name:
         return None
-    named = (config.teacher, config.img_size)
-    if is_hub_name(config.teacher) and world.size > 1:  # the main rank downloads
-        world.on_every_rank(lambda: _open(*named, world.device) if world.is_main else None)
-    teacher = world.on_every_rank(lambda: _open(*named, world.device))
+    teacher = world.on_every_rank(lambda: _open(name, img_size, world.device), is_hub_name(name))
     for rank, weights in enumerate(world.gather(teacher.weights)):
         if weights != teacher.weights:
             raise UserError(
-                f"{_KEY} {config.teacher}: ranks {world.rank} and {rank} have read other weights;"
-                " name a file or a run that does not change"
+                f"{_KEY} {name}: ranks {world.rank} and {rank} have read other weights; name a"
+                " file or a run that does not change"
             )
     world.on_every_rank(lambda: _try(teacher, world.device))
     return teacher
@@ -155,18 +155,9 @@ def _open(name: str, img_size: int, device: torch.device) -> Teacher:
         raise UserError(f"{_KEY} {name}: its input has {teacher.channels} channels, not 1 or 3")
     module = teacher.module.to(device).eval().requires_grad_(False)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's types
-    checksum = _checksum(module)
-    side = teacher.img_size
-    return replace(
-        teacher,
-        module=fused(module, _noise(2, teacher.channels, side).to(device)),
-        weights=checksum,
-    )
-
-
-def _noise(*shape: int) -> Tensor:
-    """The same square images on each rank and each start."""
-    return torch.rand(*shape, shape[-1], generator=torch.Generator().manual_seed(0))
+    shape = (2, teacher.channels, teacher.img_size, teacher.img_size)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # the same on each rank
+    return replace(teacher, module=fused(module, noise.to(device)), weights=_checksum(module))
 
 
 def _checksum(module: nn.Module) -> str:
@@ -345,3 +336,18 @@ def _try(teacher: Teacher, device: torch.device) -> None:
         )
     if not output.isfinite().all():
         raise UserError(f"{where}: its output is not finite")
+
+
+def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student), the mean over the images.
+
+    T^2 keeps the size of the gradients as T changes. Source: arXiv 1503.02531, section 2.1.
+
+    Args:
+        logits, taught: of the student and of the teacher, float32 [B, C].
+        temperature: T, by which both are divided before the softmax.
+    """
+    student = F.log_softmax(logits / temperature, dim=1)
+    teacher = F.log_softmax(taught / temperature, dim=1)
+    divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return temperature**2 * divergence

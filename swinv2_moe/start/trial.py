@@ -42,47 +42,6 @@ _CACHED = ("active_file", "inactive_file")  # in its memory.stat
 _FULL = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
 
 
-def decide_batch(
-    sections: AllSections,
-    sources: Sources,
-    largest: int,
-    world: World,
-    given: Collection[str] = (),
-) -> list[Decision]:
-    """The number of data workers, and the largest batch that fits into every rank's memory.
-    Collective.
-
-    Args:
-        sources: the pictures, with the classes that they are trained with.
-        largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
-            DATA.BATCH_SIZE is given.
-        given: keys that the user has set, which stay as they are.
-
-    Raises:
-        UserError: on every rank, if one picture does not fit into a rank's memory.
-    """
-    decisions = []
-    if "DATA.NUM_WORKERS" not in given:
-        cores = max(1, available_cores() // _local_ranks())
-        workers = {"DATA.NUM_WORKERS": world.agree(min(_MAX_WORKERS, cores))}
-        decisions.append(Decision(workers, "one for each core, at most 8"))
-    if not largest:
-        return decisions
-    limit, classes = max(1, largest // world.size), len(sources.class_names)
-    tried = _for_trial(sections)
-    found = world.on_every_rank(lambda: _try_batches(tried, limit, classes, world.device))
-    size = min(world.gather(found))
-    reason = "a power of two from 8 to 128, with 20 steps an epoch where the pictures are enough"
-    if size < limit:
-        reason = "twice as many pictures might not fit into memory"
-    decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
-    augment = sections.train.augment
-    if size == 1 and (augment.mixup or augment.cutmix):
-        alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
-        decisions.append(Decision(alone, "one picture cannot be mixed"))
-    return decisions
-
-
 class Times(NamedTuple):
     """Seconds, and steps."""
 
@@ -91,41 +50,137 @@ class Times(NamedTuple):
     steps: int  # of an epoch
 
 
-def measure_times(sections: AllSections, sources: Sources, world: World) -> Times:
-    """The times of the slowest rank, by a few steps on the training's own pictures. Collective.
-
-    Raises:
-        UserError: on every rank, if the pictures cannot be used.
-    """
-    times = max(world.gather(_times(_for_trial(sections), sources, world)))
-    _free_memory(world.device)
-    return times
-
-
-def decide_length(
-    sections: AllSections, times: Times, elapsed: float, given: Collection[str] = ()
-) -> tuple[list[Decision], float]:
-    """The epochs, or steps, that fit into TRAIN.MINUTES, and the seconds that they take.
+class Trial:
+    """Steps of a configuration on models that are thrown away, without compilation and graphs,
+    without mixup, which needs an even batch, and without learning, which may diverge before a
+    warm-up.
 
     Args:
-        elapsed: seconds since the program began.
-        given: keys that the user has set, which stay as they are.
+        sources: the pictures, with the classes that they are trained with.
     """
-    train, decisions, again = sections.train, [], 1.0
-    if train.on_all:  # the same on all pictures, without validations
-        again += 1 / (1 - sections.data.val_split)
-    plan = _Plan(train.epochs, train.warmup_epochs, train.max_steps, sections.run.val_freq)
-    left, shorter = (60 * train.minutes - elapsed) / again, plan
-    if train.minutes and plan.seconds(times, train.probe) > left:
-        shorter = plan.within(left, times, given)
-    if shorter.epochs != plan.epochs:
-        epochs = {"TRAIN.EPOCHS": shorter.epochs, "TRAIN.WARMUP_EPOCHS": shorter.warmup_epochs}
-        decisions.append(Decision(epochs, "as many as fit into TRAIN.MINUTES"))
-    if shorter.max_steps != plan.max_steps:
-        epoch = in_words(times.step * times.steps)
-        steps = {"TRAIN.MAX_STEPS": shorter.max_steps}
-        decisions.append(Decision(steps, f"an epoch takes {epoch}"))
-    return decisions, shorter.seconds(times, train.probe) * again
+
+    def __init__(self, sections: AllSections, sources: Sources, world: World) -> None:
+        self.data, self.model = sections.data, sections.model
+        self.sources, self.world = sources, world
+        self.val_freq, self.augment = sections.run.val_freq, sections.train.augment
+        augment = replace(self.augment, mixup=0.0, cutmix=0.0)
+        self.train = replace(
+            sections.train, augment=augment, compile=False, graph=False, base_lr=0.0
+        )
+
+    def decide_batch(self, largest: int, given: Collection[str] = ()) -> list[Decision]:
+        """The number of data workers, and the largest batch that fits into every rank's memory.
+        Collective.
+
+        Args:
+            largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
+                DATA.BATCH_SIZE is given.
+            given: keys that the user has set, which stay as they are.
+
+        Raises:
+            UserError: on every rank, if one picture does not fit into a rank's memory.
+        """
+        decisions = []
+        if "DATA.NUM_WORKERS" not in given:
+            cores = max(1, available_cores() // _local_ranks())
+            workers = {"DATA.NUM_WORKERS": self.world.agree(min(_MAX_WORKERS, cores))}
+            decisions.append(Decision(workers, "one for each core, at most 8"))
+        if not largest:
+            return decisions
+        limit = max(1, largest // self.world.size)
+        found = self.world.on_every_rank(lambda: self._largest_batch(limit))
+        size = min(self.world.gather(found))
+        reason = "a power of two from 8 to 128, with 20 steps an epoch if the pictures are enough"
+        if size < limit:
+            reason = "twice as many pictures might not fit into memory"
+        decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
+        if size == 1 and (self.augment.mixup or self.augment.cutmix):
+            alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
+            decisions.append(Decision(alone, "one picture cannot be mixed"))
+        return decisions
+
+    def _largest_batch(self, limit: int) -> int:
+        """As `largest_fitting`, with steps of the configured model on noise.
+
+        Raises:
+            UserError: a batch of 1 does not fit.
+        """
+        device, classes = self.world.device, len(self.sources.class_names)
+        channels, side = self.model.in_chans, self.model.img_size
+        _free_memory(device)
+        free, before = free_memory(device), _used_memory(device)
+        step: TrainingStep | None = None
+
+        def peak_of(size: int) -> int:
+            nonlocal step
+            if step is None:
+                step = self.step(classes)
+            images = torch.randn(size, channels, side, side)
+            step.run([Batch(images, torch.arange(size) % classes, [])], 0)
+            return peak_memory(device) - before
+
+        fitting = largest_fitting(peak_of, limit, free)
+        if not fitting:
+            raise UserError(
+                f"a batch of 1 picture of {side} px does not fit into the {free / 2**30:.3g} GiB of"
+                " free memory; try --opts TRAIN.USE_CHECKPOINT True, a smaller DATA.IMG_SIZE, or"
+                " other weights (MODEL.PRETRAINED)"
+            )
+        return fitting
+
+    def step(self, classes: int) -> TrainingStep:
+        """A step of this rank alone."""
+        model = build_model(self.model, classes)
+        step = TrainingStep(self.train, World(0, 1, self.world.device), model, classes)
+        step.train()
+        return step
+
+    def times(self) -> Times:
+        """The times of the slowest rank, by a few steps on the training's own pictures; the first
+        one, which may compile kernels, does not count. Collective.
+
+        Raises:
+            UserError: on every rank, if the pictures cannot be used.
+        """
+        world, accumulation = self.world, self.train.accumulation_steps
+        data = world.on_every_rank(
+            lambda: build_data(self.data, world.rank, world.size, self.sources)
+        )
+        with closing(data):
+            steps = steps_per_epoch(accumulation, len(data.train_loader))
+            step = self.step(data.num_classes)
+            seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
+        seconds_per_batch = max(_time_forward(step, batch), waited)
+        seconds = len(data.val_loader) * seconds_per_batch
+        times = max(world.gather(Times(seconds_per_step, seconds, steps)))
+        del step
+        _free_memory(world.device)
+        return times
+
+    def decide_length(
+        self, times: Times, elapsed: float, given: Collection[str] = ()
+    ) -> tuple[list[Decision], float]:
+        """The epochs, or steps, that fit into TRAIN.MINUTES, and the seconds that they take.
+
+        Args:
+            elapsed: seconds since the program began.
+            given: keys that the user has set, which stay as they are.
+        """
+        train, decisions, again = self.train, [], 1.0
+        if train.on_all:  # the same on all pictures, without validations
+            again += 1 / (1 - self.data.val_split)
+        plan = _Plan(train.epochs, train.warmup_epochs, train.max_steps, self.val_freq)
+        left, shorter = (60 * train.minutes - elapsed) / again, plan
+        if train.minutes and plan.seconds(times, train.probe) > left:
+            shorter = plan.within(left, times, given)
+        if shorter.epochs != plan.epochs:
+            epochs = {"TRAIN.EPOCHS": shorter.epochs, "TRAIN.WARMUP_EPOCHS": shorter.warmup_epochs}
+            decisions.append(Decision(epochs, "as many as fit into TRAIN.MINUTES"))
+        if shorter.max_steps != plan.max_steps:
+            epoch = in_words(times.step * times.steps)
+            steps = {"TRAIN.MAX_STEPS": shorter.max_steps}
+            decisions.append(Decision(steps, f"an epoch takes {epoch}"))
+        return decisions, shorter.seconds(times, train.probe) * again
 
 
 class _Plan(NamedTuple):
@@ -183,63 +238,6 @@ def largest_fitting(peak_of: Callable[[int], int], limit: int, free: int) -> int
         if 2 * peak > _USED * free:  # the next one would take up to twice as much
             break
     return fitting
-
-
-def _try_batches(sections: AllSections, limit: int, classes: int, device: torch.device) -> int:
-    """As `largest_fitting`, with steps of the configured model on noise.
-
-    Raises:
-        UserError: a batch of 1 does not fit.
-    """
-    _free_memory(device)
-    free, before = free_memory(device), _used_memory(device)
-    step: TrainingStep | None = None
-
-    def peak_of(size: int) -> int:
-        nonlocal step
-        if step is None:
-            step = _step(sections, classes, device)
-        channels, side = sections.model.in_chans, sections.model.img_size
-        images = torch.randn(size, channels, side, side)
-        step.run([Batch(images, torch.arange(size) % classes, [])], 0)
-        return peak_memory(device) - before
-
-    fitting = largest_fitting(peak_of, limit, free)
-    if not fitting:
-        raise UserError(
-            f"a batch of 1 picture of {sections.model.img_size} px does not fit into the"
-            f" {free / 2**30:.3g} GiB of free memory; try --opts TRAIN.USE_CHECKPOINT True, a"
-            " smaller DATA.IMG_SIZE, or other weights (MODEL.PRETRAINED)"
-        )
-    return fitting
-
-
-def _for_trial(sections: AllSections) -> AllSections:
-    """Without compilation and graphs, without mixup, which needs an even batch, and without
-    learning, which may diverge before a warm-up."""
-    augment = replace(sections.train.augment, mixup=0.0, cutmix=0.0)
-    train = replace(sections.train, augment=augment, compile=False, graph=False, base_lr=0.0)
-    return replace(sections, train=train)
-
-
-def _step(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
-    model = build_model(sections.model, classes)
-    step = TrainingStep(sections.train, World(0, 1, device), model, classes)
-    step.train()
-    return step
-
-
-def _times(sections: AllSections, sources: Sources, world: World) -> Times:
-    """The times of a few steps on the training's own pictures. The first step, which may compile
-    kernels, does not count."""
-    data = world.on_every_rank(lambda: build_data(sections.data, world.rank, world.size, sources))
-    accumulation = sections.train.accumulation_steps
-    with closing(data):
-        steps = steps_per_epoch(accumulation, len(data.train_loader))
-        step = _step(sections, data.num_classes, world.device)
-        seconds_per_step, waited, batch = _time_steps(step, data, accumulation)
-    seconds_per_batch = max(_time_forward(step, batch), waited)
-    return Times(seconds_per_step, len(data.val_loader) * seconds_per_batch, steps)
 
 
 def _time_steps(step: TrainingStep, data: Data, accumulation: int) -> tuple[float, float, Batch]:

@@ -12,16 +12,17 @@ from yacs.config import CfgNode
 
 from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.config import AllSections, all_sections, changed, resolve_batch_size
+from swinv2_moe.data.section import DataConfig
 from swinv2_moe.data.sources import Sources, load_sources
 from swinv2_moe.output import print_lines
-from swinv2_moe.ranks.precision import without_slow_amp
+from swinv2_moe.ranks.precision import usable_amp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start.defaults import Choice, values_of
-from swinv2_moe.start.frozen import Probe, choose_size, start_from_probe
-from swinv2_moe.start.initial import as_trained, starting_point
+from swinv2_moe.start.frozen import Probe, choose_size, starting_model
+from swinv2_moe.start.initial import as_trained, find_dense, find_start
 from swinv2_moe.start.rates import decide_rate
 from swinv2_moe.start.teacher import Teacher, open_teacher
-from swinv2_moe.start.trial import decide_batch, decide_length, measure_times
+from swinv2_moe.start.trial import Trial
 from swinv2_moe.tables import in_words
 
 
@@ -31,6 +32,7 @@ class Start(NamedTuple):
     Attributes:
         source: the checkpoint that it continues from, if any.
         teacher: that of the training, if any.
+        sources: the pictures, with the classes that they are trained with.
         probe: the classifier on the frozen network, if it is fitted to every training picture.
         lines: how the configuration was made whole, for the log.
     """
@@ -38,6 +40,7 @@ class Start(NamedTuple):
     sections: AllSections
     source: Checkpoint | None
     teacher: Teacher | None
+    sources: Sources
     probe: Probe | None
     lines: list[str]
 
@@ -56,55 +59,60 @@ def complete(
         UserError: on every rank, if the weights, the teacher or the pictures cannot be used.
     """
     config = resolve_batch_size(config, world.size)
-    source = starting_point(Path(config.OUTPUT), resume, config, world)
+    source = find_start(Path(config.OUTPUT), resume, world)
+    if source is None and config.MODEL.UPCYCLE == "run":
+        train = config.TRAIN
+        source = find_dense(config.MODEL.PRETRAINED, train.EPOCHS, train.MAX_STEPS, world)
+    amp_enable, notes = usable_amp(config.AMP_ENABLE, config.AMP_DTYPE, world)
+    distill = config.TRAIN.DISTILL
     if choice is None or source is not None:
         config, lines = as_trained(config, source, world)
-        sections, note = without_slow_amp(all_sections(config), world)
-        teacher = open_teacher(sections.train.distill, world)
-        return Start(sections, source, teacher, None, lines + note)
+        teacher = open_teacher(distill.TEACHER, distill.IMG_SIZE, world)
+        sections = all_sections(config, amp_enable)
+        sources = world.on_every_rank(lambda: _pictures(sections.data, distill.CLASSES, teacher))
+        return Start(sections, source, teacher, sources, None, lines + notes)
     unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
     alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
     decided = {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
-    config = changed(config, decided)
-    tried = [as_trained(changed(config, size), None, world) for size in choice.sizes or [{}]]
-    candidates = [without_slow_amp(all_sections(one), world) for one, _ in tried]
-    sections, note = candidates[0]
+    tried = [
+        as_trained(changed(config, decided | size), None, world) for size in choice.sizes or [{}]
+    ]
+    candidates = [all_sections(one, amp_enable) for one, _ in tried]
     # before the trial steps, which take time, and the memory that the teacher leaves free
-    teacher = open_teacher(sections.train.distill, world)
-    sources = world.on_every_rank(lambda: _pictures(sections, teacher))
+    teacher = open_teacher(distill.TEACHER, distill.IMG_SIZE, world)
+    first = candidates[0].data
+    sources = world.on_every_rank(lambda: _pictures(first, distill.CLASSES, teacher))
     best, probe = 0, None
     if choice.sizes:
-        to_try = [one for one, _ in candidates]
-        best, probe, found = choose_size(to_try, sources, world, choice.trained)
+        best, probe, found = choose_size(candidates, sources, world, choice.trained)
         _show(found, world)
     config, lines = tried[best]
-    lines = lines + note
-    decisions = decide_batch(
-        candidates[best][0], sources, choice.largest_batch, world, choice.given
-    )
+    trial = Trial(candidates[best], sources, world)
+    decisions = trial.decide_batch(choice.largest_batch, choice.given)
     config = changed(config, values_of(decisions))
-    sections, _ = without_slow_amp(all_sections(config), world)
-    times = measure_times(sections, sources, world)
+    sections = all_sections(config, amp_enable)
+    trial = Trial(sections, sources, world)
+    times = trial.times()
     if sections.train.probe and world.size == 1:
         known = probe
-        model, probe = start_from_probe(sections, sources, world, known=known)
+        model, probe, _ = starting_model(sections, sources, world, known=known)
+        assert probe is not None
         if known is None:
             _show([f"a linear classifier on the frozen network: {probe.classifier}"], world)
         elapsed = time.time() - began
         rates, found = decide_rate(sections, sources, model, times, elapsed, choice.given)
         _show(found, world)
         decisions += rates
-        config = changed(config, values_of(rates))
         del model
     elapsed = world.agree(time.time() - began)
-    length, seconds = decide_length(sections, times, elapsed, choice.given)
-    config = changed(config, values_of(length))
+    length, seconds = trial.decide_length(times, elapsed, choice.given)
+    decisions += length
+    sections = all_sections(changed(config, values_of(decisions)), amp_enable)
     expected = f"expected duration: {in_words(seconds)}"
     if teacher is not None:
         expected += ", and the time of the teacher, which is not tried"
-    sections, _ = without_slow_amp(all_sections(config), world)
-    lines += [*map(str, decisions + length), expected]
-    return Start(sections, None, teacher, probe, lines)
+    lines = [*lines, *notes, *map(str, decisions), expected]
+    return Start(sections, None, teacher, sources, probe, lines)
 
 
 def _show(lines: list[str], world: World) -> None:
@@ -112,12 +120,16 @@ def _show(lines: list[str], world: World) -> None:
         print_lines(*lines, flush=True)
 
 
-def _pictures(sections: AllSections, teacher: Teacher | None) -> Sources:
-    """The pictures, with the classes that they are trained with."""
-    sources = load_sources(sections.data)
+def _pictures(config: DataConfig, classes: str, teacher: Teacher | None) -> Sources:
+    """The pictures, with the classes that they are trained with.
+
+    Args:
+        classes: the value of TRAIN.DISTILL.CLASSES.
+    """
+    sources = load_sources(config)
     if teacher is None:
         return sources
-    if sections.train.distill.classes == "teacher":
+    if classes == "teacher":
         return teacher.relabel(sources)
     if sources.class_names != teacher.class_names:
         teacher.numbers(sources.class_names)

@@ -151,7 +151,8 @@ class Distillation:
         if not all_classes and data.class_names != teacher.class_names:
             numbers = world.on_every_rank(lambda: teacher.numbers(data.class_names))
             self.columns = torch.tensor(numbers, device=world.device)
-        content = world.agree(self._describe(config) if world.is_main else {})
+        dtype = config.train.amp_dtype if config.train.amp_enable else "float32"
+        content = world.agree(self._describe(dtype) if world.is_main else {})
         folder = _folder(config.train.distill.cache, content)
         self.cache = OutputCache(folder, data.train_size, data.num_classes)
         self.views = data.views
@@ -364,15 +365,12 @@ class Distillation:
             )
         self.cache.write(view, own[number], outputs)
 
-    def _describe(self, config: AllSections) -> dict:
+    def _describe(self, dtype: str) -> dict:
         """What the outputs depend on."""
         given = self.config
         columns = None
         if self.columns is not None:
             columns = self.columns.tolist()
-        dtype = "float32"
-        if config.train.amp_enable:
-            dtype = config.train.amp_dtype
         return {
             "format": _FORMAT,
             "teacher": self.teacher.architecture,

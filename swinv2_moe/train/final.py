@@ -13,7 +13,7 @@ import numpy as np
 from swinv2_moe.checkpoints.checkpoint import FINAL, open_checkpoint, write_weights
 from swinv2_moe.data.build import Data, build_data
 from swinv2_moe.data.sources import ImageFiles, Sources
-from swinv2_moe.start.frozen import start_from_probe
+from swinv2_moe.start.frozen import starting_model
 from swinv2_moe.start.rates import train_epochs
 from swinv2_moe.train.loop import Trainer
 
@@ -30,7 +30,7 @@ def train_on_all(trainer: Trainer, root: Path) -> list[str]:
     sources = all_pictures(data)
     if sources is None:
         return []
-    model, _ = start_from_probe(config, sources, world)
+    model, *_ = starting_model(config, sources, world)
     epochs = trainer.progress.best_epoch
     if epochs:
         with closing(build_data(config.data, sources=sources)) as loaders:

@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from moe_core import moe_layers, reset_balance_loads
+import moe_core
+from moe_core import moe_layers, prepared, reset_balance_loads
 from swinv2_moe.errors import UserError
+from swinv2_moe.models import MoEModel
 from swinv2_moe.ranks.world import World
 
 _log = logging.getLogger(__name__)
@@ -43,6 +46,53 @@ def check_device(world: World, key: str) -> None:
         )
     if world.device.type != "cuda":
         raise UserError(f"{key} needs a GPU, the device is {world.device.type!r}")
+
+
+def step_graph(
+    wanted: bool | str, obstacle: str, model: nn.Module, world: World
+) -> "StepGraph | None":
+    """The graph of a training's steps, as TRAIN.GRAPH says; None: steps are computed as usual.
+
+    Args:
+        wanted: the value of TRAIN.GRAPH.
+        obstacle: why the configuration prevents it; empty: it does not.
+
+    Raises:
+        UserError: it is True, and there are several ranks or the device is no GPU.
+    """
+    if wanted is True:
+        check_device(world, "TRAIN.GRAPH")
+        return StepGraph(model)
+    if wanted == "auto" and world.size == 1 and not obstacle and can_replay(model, world.device):
+        return StepGraph(model, key=None)
+    return None
+
+
+def compile_kernels(
+    model: MoEModel,
+    image_shape: torch.Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    autocast: Callable[[], AbstractContextManager],
+) -> None:
+    """Compile the kernels of a training step and of validation on all cores.
+
+    Args:
+        image_shape: of a batch, [B, C, H, W].
+        dtype: in which steps compute.
+    """
+
+    def passes(model: nn.Module) -> None:
+        images = torch.zeros(image_shape, device=device)
+        with moe_core.step(model, dtype, equal_tokens=True):
+            with autocast():
+                logits, aux_loss = cast(MoEModel, model).forward_with_aux(images)
+            (logits.float().sum() + aux_loss).backward()
+        model.eval()
+        with torch.inference_mode(), prepared(model), autocast():
+            model(images)
+
+    moe_core.compile_ahead(model, passes)
 
 
 def capture(

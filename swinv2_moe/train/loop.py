@@ -266,7 +266,6 @@ class Trainer:
         started = time.perf_counter()
         with recorder.bar(title, progress.steps_per_epoch, progress.epoch_step) as bar:
             for batches in loader:
-                self.data.raise_if_staging_failed()
                 result = self.train_step(batches)
                 for batch in batches:
                     unreadable += batch.unreadable
@@ -274,9 +273,8 @@ class Trainer:
                 rate = images / (time.perf_counter() - started)
                 bar.advance(self._bar_text(result.loss, rate), self._time_left(rate))
                 self._warn(recorder, result)
-                events = self.tuning.take_events()
-                if events:
-                    recorder.strategies(events, progress.step)
+                if self.tuning.tuners:
+                    recorder.strategies(self.tuning.take_events(), progress.step)
                 if progress.step % self.config.run.print_freq == 0 or progress.is_last_step:
                     self._record_step(recorder, result, rate, loader.wait_share())
                     self._count_unreadable(unreadable)
@@ -297,9 +295,7 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def check_stop(self) -> None:
-        """Raise Stopped on every rank if a rank has received a signal. Raise UserError if staging
-        has failed."""
-        self.data.raise_if_staging_failed()
+        """Raise Stopped on every rank if a rank has received a signal."""
         signalled = float(self.stop.received is not None)
         if self.world.sum(torch.tensor(signalled, device=self.world.device)) > 0:
             raise Stopped(self._signal())

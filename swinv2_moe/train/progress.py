@@ -273,6 +273,12 @@ class LossWatch:
         self.has_warned = state["has_warned"]
 
 
+# fields of Progress in a checkpoint
+_STATE: tuple[str, ...] = ("epoch", "epoch_step", "epoch_loss", "epoch_losses", "epoch_seconds")
+_STATE += ("validated_step", "steps_per_epoch", "global_batch", "best_top1", "best_by")
+_STATE += ("best_score", "best_epoch", "ended", "last_top1", "skipped")
+
+
 @dataclass
 class Progress:
     """The counters of a run. The first four fields are its configuration, as are `best_by` and
@@ -382,24 +388,10 @@ class Progress:
     def state(self) -> dict:
         """The state for a checkpoint, ready for JSON, without `step`. `epoch_loss` is the value of
         this rank."""
-        return {
-            "epoch": self.epoch,
-            "epoch_step": self.epoch_step,
-            "epoch_loss": self.epoch_loss,
-            "epoch_losses": self.epoch_losses,
-            "epoch_seconds": self.epoch_seconds,
-            "validated_step": self.validated_step,
-            "steps_per_epoch": self.steps_per_epoch,
-            "global_batch": self.global_batch,
-            "best_top1": self.best_top1,
-            "best_by": self.best_by,
-            "best_score": self.best_score,
-            "best_epoch": self.best_epoch,
-            "ended": self.ended,
-            "last_top1": self.last_top1,
+        state = {name: getattr(self, name) for name in _STATE}
+        return state | {
             "time_to_target": self.to_target.state(),
             "loss_watch": self.loss_watch.state(),
-            "skipped": self.skipped,
         }
 
     def load(self, step: int, state: dict) -> None:

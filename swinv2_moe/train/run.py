@@ -14,21 +14,19 @@ from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.config import AllSections, flatten
 from swinv2_moe.data.build import Data
-from swinv2_moe.data.sources import Sources
+from swinv2_moe.data.prepare.staging import read_staging
 from swinv2_moe.errors import StoppedElsewhere, UserError
 from swinv2_moe.imports import imported_files
-from swinv2_moe.models import MoEModel, build_model, measure_model
+from swinv2_moe.models import MoEModel, measure_model
 from swinv2_moe.output import print_lines
 from swinv2_moe.ranks.agreement import check_same_start, differing_versions
 from swinv2_moe.ranks.environment import describe_environment
 from swinv2_moe.ranks.run_lock import only_run
-from swinv2_moe.ranks.world import Stopped, World, expert_group, open_world, seed_everything
+from swinv2_moe.ranks.world import Stopped, World, expert_group, open_world
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.frozen import MOST, Probe, probe, set_classifier
-from swinv2_moe.start.initial import load_pretrained
-from swinv2_moe.start.teacher import Teacher
-from swinv2_moe.start.whole import complete
-from swinv2_moe.train.arrival import Staging, load_data, read_staging
+from swinv2_moe.start.frozen import starting_model
+from swinv2_moe.start.whole import Start, complete
+from swinv2_moe.train.arrival import load_data
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.final import train_on_all
 from swinv2_moe.train.loop import Trainer
@@ -70,7 +68,7 @@ def train(
         began: when the program began, in seconds since 1970; None: now.
         check_images: read every image before the first step and list those that cannot be read.
         choice: whose configuration this is. A new run tries what it leaves open: the size of the
-            image (`choose_size`), the batch and the epochs (`decide_by_trial`).
+            image (`choose_size`), the batch and the epochs (`Trial`).
         place_data: replaces the loaders, and the teacher's outputs, by others of the same images.
 
     Returns:
@@ -95,16 +93,16 @@ def train(
         stack.enter_context(only_run(root, world))
         start = complete(config, resume, choice, world, phases.began)
         sections, source = start.sections, start.source
-        opened = _open_data(sections, world, source, start.teacher, stack, check_images)
-        data, staging, distillation = opened
+        staging = world.on_every_rank(lambda: read_staging(sections.data.path))
+        data = load_data(sections.data, start.sources, world, source, stack, check_images)
+        distillation = None
+        if start.teacher is not None:
+            data = replace(data, views=sections.train.distill.views)
+            distillation = Distillation(sections, world, data, start.teacher)
         if place_data is not None:
             data, distillation = place_data(data, distillation, sections, world)
         size = measure_model(sections.model, data.num_classes)
-        seed_everything(sections.run.seed)  # the same weights on any number of ranks
-        group = expert_group(sections.model.experts, world)
-        model = build_model(sections.model, data.num_classes, group)
-        if source is None:
-            data = _load_pretrained(sections, model, world, data, start.probe)
+        model, data = _first_model(sections, start, world, data)
         trainer = Trainer(sections, world, data, model, phases, distillation)
         if source is not None:
             trainer.resume(source)
@@ -123,7 +121,6 @@ def train(
             _train_on_all(trainer, root / "checkpoints", recorder)
         if trainer.stopped_by:
             recorder.print_lines(_stopped(trainer, resume_command))
-        staging = staging or read_staging(sections.data.stage)
         summary = summarize(trainer, size, staging, time.time() - phases.began)
         if progress.finished and not trainer.stopped_by:
             _record_end(recorder, trainer, summary, root, was_finished)
@@ -132,43 +129,19 @@ def train(
     return None if trainer.stopped_by else summary
 
 
-def _open_data(
-    sections: AllSections,
-    world: World,
-    source: Checkpoint | None,
-    teacher: Teacher | None,
-    stack: ExitStack,
-    check_images: bool,
-) -> tuple[Data, Staging | None, Distillation | None]:
-    """The data, the record of an earlier staging, and the teacher's outputs, if there is one.
-    Collective."""
-    config = sections.train.distill
-    with_classes = None
-    if teacher is not None and config.classes == "teacher":
-        with_classes = teacher.relabel
-    data, staging = load_data(sections.data, world, source, stack, check_images, with_classes)
-    if teacher is None:
-        return data, staging, None
-    data = replace(data, views=config.views)
-    return data, staging, Distillation(sections, world, data, teacher)
-
-
-def _load_pretrained(
-    sections: AllSections, model: MoEModel, world: World, data: Data, first: Probe | None
-) -> Data:
-    """Load MODEL.PRETRAINED, if given, and with TRAIN.PROBE the classifier of the frozen features:
-    `first`, or if that is None one of the training images. Returns the data with messages."""
-    notes = load_pretrained(sections.model, model, world, data.class_names)
-    if sections.train.probe:
-        if first is None:
-            sources = Sources(
-                data.train_loader.dataset.source, data.val_loader.dataset.source, data.class_names
-            )
-            first = probe(model.to(world.device), sections, sources, world, MOST)
-            words = f"a linear classifier on the frozen network: {first.classifier}"
-            print_lines(*[words] * world.is_main, flush=True)
-        set_classifier(model, first.classifier)
-    return replace(data, notes=data.notes + notes)
+def _first_model(
+    sections: AllSections, start: Start, world: World, data: Data
+) -> tuple[MoEModel, Data]:
+    """The model before it is trained or a checkpoint is loaded, and the data with messages about
+    its weights. Collective."""
+    group, is_new = expert_group(sections.model.experts, world), start.source is None
+    probes, known = is_new and sections.train.probe, start.probe
+    model, probe, notes = starting_model(
+        sections, start.sources, world, group, is_new, probes, known=known
+    )
+    if probe is not None and known is None and world.is_main:
+        print_lines(f"a linear classifier on the frozen network: {probe.classifier}", flush=True)
+    return model, replace(data, notes=data.notes + notes)
 
 
 def _train_on_all(trainer: Trainer, root: Path, recorder: Recorder) -> None:
@@ -226,8 +199,8 @@ def _open_saver(
     stack: ExitStack,
 ) -> Saver:
     """A saver of the run. Without a checkpoint `best`, the next validation is the best one."""
-    world, config = trainer.world, trainer.config.checkpoint
-    saver = Saver(root, world, config, source, recorder.print_lines, recorder.checkpoint)
+    world, keep_last = trainer.world, trainer.config.checkpoint.keep_last
+    saver = Saver(root, world, keep_last, source, recorder.print_lines, recorder.checkpoint)
     has_best = world.agree(saver.has_best)
     if not has_best and not trainer.progress.finished:
         trainer.progress.best_top1 = -1.0
@@ -266,8 +239,6 @@ def _notes(trainer: Trainer) -> list[str]:
     """Lines of the log after the headline. All ranks call this."""
     lines = [f"imported {file}" for file in imported_files()]
     lines += [*_note_on_groups(trainer), *trainer.data.notes]
-    config, rate = trainer.config, trainer.step.learning_rate
-    warnings = start_warnings(config.train, config.data, trainer.data, rate)
-    warnings += differing_versions(trainer.world)
+    warnings = start_warnings(trainer) + differing_versions(trainer.world)
     lines += [f"warning: {warning}" for warning in warnings]
     return lines

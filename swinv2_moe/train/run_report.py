@@ -13,17 +13,14 @@ from moe_core import moe_layers
 from swinv2_moe.checkpoints.checkpoint import Checkpoint
 from swinv2_moe.checkpoints.meta import split_warning
 from swinv2_moe.config import Change
-from swinv2_moe.data.build import Data
-from swinv2_moe.data.section import DataConfig
+from swinv2_moe.data.prepare.staging import Staging
 from swinv2_moe.errors import short
 from swinv2_moe.models import Complexity
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start.known import accuracy_in_words
-from swinv2_moe.train.arrival import Staging, read_staging
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import Progress, accounted_share
 from swinv2_moe.train.record import Recorder
-from swinv2_moe.train.section import TrainConfig
 
 # Range of a schedule's highest learning rate. Published recipes are well within it. There is no
 # warning for 0.
@@ -123,24 +120,18 @@ def _effect(change: Change, progress: Progress) -> str:
     return _EFFECTS[change.affects]
 
 
-def start_warnings(
-    config: TrainConfig, data_config: DataConfig, data: Data, learning_rate: float
-) -> list[str]:
-    """Warnings before the first step that a run will probably fail to learn, one line each.
-
-    Args:
-        data_config: the section that `data` was built from.
-        learning_rate: the highest rate of the schedule, scaled to the global batch.
-    """
+def start_warnings(trainer: Trainer) -> list[str]:
+    """Warnings before the first step that a run will probably fail to learn, one line each."""
+    train, given, data = trainer.config.train, trainer.config.data, trainer.data
     lines = []
-    low, high = _USUAL_LEARNING_RATES[config.optimizer.name]
-    if learning_rate and not low <= learning_rate <= high:
+    rate, name = trainer.step.learning_rate, train.optimizer.name
+    low, high = _USUAL_LEARNING_RATES[name]
+    if rate and not low <= rate <= high:
         lines.append(
-            f"the learning rate reaches {learning_rate:g} (TRAIN.BASE_LR is"
-            f" {config.base_lr:g}, for 512 images a step), {config.optimizer.name} usually trains"
-            f" with {low:g} to {high:g}"
+            f"the learning rate reaches {rate:g} (TRAIN.BASE_LR is {train.base_lr:g}, for 512"
+            f" images a step), {name} usually trains with {low:g} to {high:g}"
         )
-    for key, values in (("MEAN", data_config.mean), ("STD", data_config.std)):
+    for key, values in (("MEAN", given.mean), ("STD", given.std)):
         if max(map(abs, values)) > 1:
             lines.append(
                 f"DATA.{key} is {list(values)}: pixels are from 0 to 1; divide it by 255 if it is"
@@ -148,20 +139,14 @@ def start_warnings(
             )
     targets = np.asarray(data.train_loader.dataset.source.targets)
     if (targets == targets[0]).all():
+        place = f"DATA.PATH {given.path}" if given.path else f"DATA.DATASET {given.dataset}"
+        if given.dataset == "list":
+            place = f"DATA.TRAIN_LIST {given.train_list}"
         lines.append(
-            f"{_data_key(data_config)}: all {len(targets):,} training images are of one class"
+            f"{place}: all {len(targets):,} training images are of one class"
             f" ({data.class_names[targets[0]]!r}), there is nothing to learn"
         )
     return lines
-
-
-def _data_key(config: DataConfig) -> str:
-    """The key that names the training images, and its value."""
-    if config.dataset == "list":
-        return f"DATA.TRAIN_LIST {config.train_list}"
-    if config.path:
-        return f"DATA.PATH {config.path}"
-    return f"DATA.DATASET {config.dataset}"
 
 
 def closing_lines(trainer: Trainer, summary: dict, root: Path) -> list[str]:
@@ -276,7 +261,7 @@ def summarize(trainer: Trainer, size: Complexity, staging: Staging | None, secon
 
 def with_staging(seconds: dict[str, float], staging: Staging | None) -> dict[str, float]:
     """The seconds of each phase, preceded by those of staging the data."""
-    if staging is None or staging.overlapped:
+    if staging is None:
         return seconds
     return {"staging": staging.seconds} | seconds
 
@@ -301,7 +286,8 @@ def run_events(
         yield
         return
     if staging is not None:
-        _staging_events(recorder, staging)
+        recorder.mark("staging_start", at=staging.started)
+        recorder.mark("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)
     recorder.mark("cache_clear", False, at=began)  # no command here empties the system's caches
     recorder.mark("init_start", at=began)
     recorder.mark("seed", trainer.config.run.seed)
@@ -314,9 +300,6 @@ def run_events(
     try:
         yield
     finally:
-        meanwhile = read_staging(trainer.config.data.stage)
-        if meanwhile is not None and meanwhile.started >= began:
-            _staging_events(recorder, meanwhile)
         progress = trainer.progress
         succeeded = progress.finished
         if progress.to_target.target:
@@ -330,8 +313,3 @@ def run_events(
             phases = with_staging(reached.phases, staging)
             stats = {"time_to_solution": sum(phases.values()), "phases": phases}
             recorder.mark("tracked_stats", stats)
-
-
-def _staging_events(recorder: Recorder, staging: Staging) -> None:
-    recorder.mark("staging_start", at=staging.started)
-    recorder.mark("staging_stop", at=staging.started + staging.seconds, bytes=staging.bytes)

@@ -279,7 +279,7 @@ class TrainConfig:
     label_smoothing: float  # MODEL.LABEL_SMOOTHING
     aux_loss_weight: float  # MODEL.MOE.AUX_LOSS_WEIGHT
     seed: int
-    amp_enable: bool  # also for AMP_ENABLE auto, until `without_slow_amp` knows the CPU
+    amp_enable: bool  # also for AMP_ENABLE auto, until `usable_amp` knows the CPU
     amp_dtype: str
     compile: bool
 

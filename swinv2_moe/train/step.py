@@ -1,8 +1,9 @@
 """One optimiser step over all ranks: mixup, forward, backward, clipping and update."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,6 @@ import moe_core
 from moe_core import (
     clip_to_norm,
     finish_gradients,
-    prepared,
     reset_balance_loads,
     update_balance,
 )
@@ -24,9 +24,10 @@ from swinv2_moe.models import MoEModel
 from swinv2_moe.ranks.parallelize import averaged_copy, gradient_sync, parallelize
 from swinv2_moe.ranks.precision import build_autocast
 from swinv2_moe.ranks.world import StopSignal, World, seed_everything
+from swinv2_moe.start.teacher import distillation_loss
 from swinv2_moe.train import optim
 from swinv2_moe.train.diagnose import explain_non_finite
-from swinv2_moe.train.graph import StepGraph, can_replay, check_device
+from swinv2_moe.train.graph import StepGraph, compile_kernels, step_graph
 from swinv2_moe.train.section import TrainConfig
 
 
@@ -82,36 +83,29 @@ class TrainingStep:
         self.optimizer = optim.build_optimizer(config, self.model, self.learning_rate)
         self.scaler = optim.LossScaler(config.amp_enable and config.amp_dtype == "float16")
         self.autocast = build_autocast(config.amp_enable, config.amp_dtype, world)
-        alphas = (config.augment.mixup, config.augment.cutmix)
-        self.mixup = build_mixup(*alphas, config.label_smoothing, num_classes)
+        self.mixup: Mixup | None = None
+        mixup, cutmix = config.augment.mixup, config.augment.cutmix
+        if mixup or cutmix:
+            self.mixup = Mixup(
+                mixup, cutmix, label_smoothing=config.label_smoothing, num_classes=num_classes
+            )
         self.compute_dtype = torch.float32
         if config.amp_enable:
             self.compute_dtype = getattr(torch, config.amp_dtype)
         self.skipped_in_a_row = 0
-        # what a step reads from the device, in the order of `_compute`
-        self._losses = ["loss", "aux_loss"]
-        if teacher is not None:
-            self._losses += ["label_loss", "teacher_loss"]
-        self._read = [*self._losses, "grad_norm", "bad_loss", "signalled"]
+        self._read: list[str] = []  # names of what `_compute` returns
         # a single GPU's: those of several ranks have collectives between them
         self._kernels_are_compiled = world.device.type != "cuda" or world.size > 1 or config.compile
         self.graph: StepGraph | None = None
-        if config.graph is True:
-            check_device(world, "TRAIN.GRAPH")
-            self.replay_from_now_on(StepGraph(self.model))
-        elif config.graph == "auto" and self._can_be_captured():
-            self.replay_from_now_on(StepGraph(self.model, key=None))
+        graph = step_graph(config.graph, config.obstacle_to_graph(), self.model, world)
+        if graph is not None:
+            self.replay_from_now_on(graph)
 
     def replay_from_now_on(self, graph: StepGraph) -> None:
         """Compute the following steps as a CUDA graph. Whether gradients are clipped and weights
         updated is then decided on the device."""
         self.graph = graph
         self.device_step = optim.DeviceStep(self.optimizer)
-
-    def _can_be_captured(self) -> bool:
-        if self.world.size > 1 or self.config.obstacle_to_graph():
-            return False
-        return can_replay(self.model, self.world.device)
 
     def schedule(self, steps_per_epoch: int) -> CosineLRScheduler:
         """The schedule of the learning rate."""
@@ -154,7 +148,8 @@ class TrainingStep:
         """
         if not self._kernels_are_compiled:
             self._kernels_are_compiled = True
-            self._compile_kernels(batches[0].images.shape)
+            shape = batches[0].images.shape
+            compile_kernels(self.model, shape, self.world.device, self.compute_dtype, self.autocast)
             torch.cuda.reset_peak_memory_stats(self.world.device)  # without the pass on a copy
         seed_everything(self.config.seed, step, self.world.rank)
         # a fill kernel: a copy from the host would wait for the GPU
@@ -176,25 +171,6 @@ class TrainingStep:
         return StepResult(
             **read, has_finite_loss=has_finite_loss, was_skipped=was_skipped, stopping=stopping
         )
-
-    def _compile_kernels(self, image_shape: torch.Size) -> None:
-        """Compile the kernels of a step and of validation on all cores.
-
-        Args:
-            image_shape: of a batch, [B, C, H, W].
-        """
-
-        def passes(model: torch.nn.Module) -> None:
-            images = torch.zeros(image_shape, device=self.world.device)
-            with moe_core.step(model, self.compute_dtype, equal_tokens=True):
-                with self.autocast():
-                    logits, aux_loss = cast(MoEModel, model).forward_with_aux(images)
-                (logits.float().sum() + aux_loss).backward()
-            model.eval()
-            with torch.inference_mode(), prepared(model), self.autocast():
-                model(images)
-
-        moe_core.compile_ahead(self.model, passes)
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Images and targets after mixup, and the teacher's logits, if any, on the device."""
@@ -219,41 +195,49 @@ class TrainingStep:
             batches: the inputs of each batch.
 
         Returns:
-            [5 or 7]: the numbers that `_read` names.
+            The numbers that `_read` names: the losses, the norm of the gradients, and two flags
+            that the ranks have exchanged, whether a loss is not finite and `signalled`.
         """
-        total = torch.zeros(len(self._losses), device=self.world.device)
+        totals: dict[str, Tensor] = {}
         with moe_core.step(self.model, self.compute_dtype, equal_tokens=True):
             for i, inputs in enumerate(batches):
-                is_last = i == num_batches - 1
-                with gradient_sync(self.wrapped, enabled=is_last):
+                with self._gradient_sync(is_last=i == num_batches - 1):
                     losses = self._forward_and_backward(inputs, step, num_batches)
-                total += losses / num_batches
+                for name, loss in losses.items():
+                    share = loss.detach() / num_batches
+                    totals[name] = totals[name] + share if name in totals else share
         # the biases wait for the losses of all ranks
         norm = finish_gradients(self.model, scale=self.scaler.scale, balance=False)
-        agreed = self._agree(total[0], signalled)
+        is_bad = (~torch.isfinite(totals["loss"])).float()
+        flags = self.world.max(torch.stack([is_bad, signalled]))
         if self.graph is not None:
-            is_finite = (agreed[0] == 0) & torch.isfinite(norm)
+            is_finite = (flags[0] == 0) & torch.isfinite(norm)
             clip_to_norm(self.model, self.config.clip_grad, norm)
             self.device_step(is_finite)
             update_balance(self.model, applies=is_finite)
-        return torch.cat([total, norm.reshape(1), agreed])
+        self._read = [*totals, "grad_norm", "bad_loss", "signalled"]
+        return torch.stack([*totals.values(), norm, *flags])
+
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
+        """Average the gradients over the ranks in the last pass of a step alone."""
+        if self.world.size == 1:
+            return nullcontext()
+        return gradient_sync(self.wrapped, enabled=is_last)
 
     def _forward_and_backward(
         self, inputs: tuple[Tensor, ...], step: int, num_batches: int
-    ) -> Tensor:
-        """Compute `loss` of a batch and add its gradients to the parameters'. Returns the loss
-        and its parts, detached, [2] or [4]."""
+    ) -> dict[str, Tensor]:
+        """The `losses` of a batch, whose gradients are added to the parameters'."""
         with self.world.named_errors(f"the forward pass of step {step + 1}"):
-            loss, parts = self.loss(*inputs)
+            losses = self.losses(*inputs)
         with self.world.named_errors(f"the backward pass of step {step + 1}"):
-            (loss * self.scaler.scale / num_batches).backward()
-        return torch.stack([loss, *parts]).detach()
+            (losses["loss"] * self.scaler.scale / num_batches).backward()
+        return losses
 
-    def loss(
+    def losses(
         self, images: Tensor, targets: Tensor, taught: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The loss to minimise, and its unweighted parts: the auxiliary loss; with a teacher, also
-        the loss of the labels and that of the teacher. All are scalars.
+    ) -> dict[str, Tensor]:
+        """The loss to minimise, and its unweighted parts, as in `StepResult`. All are scalars.
 
         Args:
             taught: the teacher's logits, float32 [B, classes].
@@ -264,13 +248,13 @@ class TrainingStep:
         with self.autocast():
             logits, aux_loss = self.wrapped(images)
         loss = F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
-        parts = [aux_loss]
+        parts = {"aux_loss": aux_loss}
         if taught is not None:
             distill = self.config.distill
             teacher_loss = distillation_loss(logits.float(), taught, distill.temperature)
-            parts += [loss, teacher_loss]
+            parts |= {"label_loss": loss, "teacher_loss": teacher_loss}
             loss = (1 - distill.weight) * loss + distill.weight * teacher_loss
-        return loss + self.config.aux_loss_weight * aux_loss, tuple(parts)
+        return {"loss": loss + self.config.aux_loss_weight * aux_loss} | parts
 
     def _mixed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Images and targets on the device, after mixup."""
@@ -279,12 +263,6 @@ class TrainingStep:
         if self.mixup:
             return self.mixup(images, targets)
         return (images, targets)
-
-    def _agree(self, loss: Tensor, signalled: Tensor) -> Tensor:
-        """Exchange flags between the ranks, [2]: whether the loss of a rank is not finite, and
-        whether a rank has received a signal."""
-        is_bad = (~torch.isfinite(loss)).float()
-        return self.world.max(torch.stack([is_bad, signalled]))
 
     def _update(self, is_finite: bool, batches: Sequence[Batch], step: int) -> bool:
         """Update the weights, unless a loss or the gradient on a rank is not finite. With a graph
@@ -295,53 +273,18 @@ class TrainingStep:
             not count.
         """
         self.scaler.update(is_finite)
-        was_skipped = False
-        if self.graph is None:
-            if is_finite:
-                self.optimizer.step()
-                update_balance(self.model)
-            else:
-                reset_balance_loads(self.model)
-        if is_finite:
-            self.skipped_in_a_row = 0
-        else:
-            was_skipped = self.scaler.exhausted
-        if was_skipped:
-            if self.skipped_in_a_row == self.config.skip_non_finite:
-                images = [self._mixed(batch)[0] for batch in batches]
-                raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
-            self.skipped_in_a_row += 1
+        if self.graph is None and is_finite:
+            self.optimizer.step()
+            update_balance(self.model)
+        elif self.graph is None:
+            reset_balance_loads(self.model)
+        was_skipped = not is_finite and self.scaler.exhausted
+        if was_skipped and self.skipped_in_a_row == self.config.skip_non_finite:
+            images = [self._mixed(batch)[0] for batch in batches]
+            raise UserError(explain_non_finite(step + 1, self.model, images, self.world))
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + was_skipped
         if self.graph is None or not self.graph.replayed:  # a graph writes to these gradients
             self.optimizer.zero_grad(set_to_none=True)
         if self.ema and is_finite:
             self.ema.update(self.model, step + 1)
         return was_skipped
-
-
-def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(teacher || student), the mean over the images.
-
-    T^2 keeps the size of the gradients as T changes. Source: arXiv 1503.02531, section 2.1.
-
-    Args:
-        logits, taught: of the student and of the teacher, float32 [B, C].
-        temperature: T, by which both are divided before the softmax.
-    """
-    student = F.log_softmax(logits / temperature, dim=1)
-    teacher = F.log_softmax(taught / temperature, dim=1)
-    divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    return temperature**2 * divergence
-
-
-def build_mixup(
-    mixup: float, cutmix: float, label_smoothing: float, num_classes: int
-) -> Mixup | None:
-    """timm's mixup and cutmix with these alphas, or None if both are 0."""
-    if mixup == 0 and cutmix == 0:
-        return None
-    return Mixup(
-        mixup_alpha=mixup,
-        cutmix_alpha=cutmix,
-        label_smoothing=label_smoothing,
-        num_classes=num_classes,
-    )

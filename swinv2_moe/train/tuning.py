@@ -11,11 +11,11 @@ class Tuning:
     ranks."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tuners = strategy_tuners(model)
+        self.tuners = strategy_tuners(model)
 
     def take_events(self) -> list[dict]:
         """The decisions of the tuners since the last call, ready for JSON."""
-        return [_as_record(event) for tuner in self._tuners for event in tuner.take_events()]
+        return [_as_record(event) for tuner in self.tuners for event in tuner.take_events()]
 
 
 def _as_record(event: TunerEvent) -> dict:

@@ -18,7 +18,6 @@ from swinv2_moe.checkpoints.saver import Saver
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.loop import Trainer
-from swinv2_moe.train.section import CheckpointConfig
 
 CLIP = 0.4
 OPTIONS = "MODEL.MOE.EXPERT_PARALLEL_SIZE 2 MODEL.MOE.STRATEGY n2 MODEL.MOE.CAPACITY_FACTOR 1.0"
@@ -136,7 +135,7 @@ def check_drift_is_not_saved(trainer: Trainer, name: str) -> None:
         with torch.no_grad():
             trainer.step.model.get_parameter(name).view(torch.int32)[0] ^= 1
     root = Path(tempfile.mkdtemp()) / "checkpoints"
-    saver = Saver(root, trainer.world, CheckpointConfig())
+    saver = Saver(root, trainer.world, keep_last=2)
     with pytest.raises(UserError, match=f"step 50 is not saved: {name} of rank 2 differs"):
         saver.save(trainer.step.model, trainer.step.state(), {"step": 50})
     assert not root.exists()

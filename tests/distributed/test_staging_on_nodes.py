@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from swinv2_moe.commands import run
 from swinv2_moe.data.prepare import shard_exchange
 from swinv2_moe.data.prepare.make_shards import ShardOptions, make_shards
 from swinv2_moe.data.prepare.shard_exchange import ShardExchange
-from swinv2_moe.data.prepare.staging import Stager, StagingStopped, stage
+from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.data.sources import ImageArrays, Sources
 from swinv2_moe.errors import UserError
@@ -169,30 +168,6 @@ def receive_damaged(rank: int, made: Path, locals_: Path) -> None:
 def test_what_a_neighbour_sends_is_compared(run_processes, made, tmp_path):
     assert (made / "val/000000.tar").stat().st_size == (made / "val/000001.tar").stat().st_size
     run_processes(receive_damaged, 2, made, tmp_path / "local")
-
-
-def stop_on_one(rank: int, made: Path, locals_: Path) -> None:
-    target = locals_ / str(rank)
-    with Stager(str(made), str(target), 1, exchange=exchange_of(rank)) as stager:
-        if rank == 1:
-            read = stager.count
-
-            def count(size: int, from_source: bool = False) -> None:
-                stager.stopped.set()
-                read(size, from_source)
-
-            stager.count = count
-        with pytest.raises(StagingStopped):
-            stager.copy(stager.files)
-    assert not (target / "index.json").exists()
-    assert threading.active_count() < 10
-    exchange = exchange_of(rank)
-    stage(str(made), str(target), 2, exchange=exchange)
-    assert content(target) == content(made)
-
-
-def test_one_node_that_is_stopped_stops_all(run_processes, made, tmp_path):
-    run_processes(stop_on_one, 2, made, tmp_path / "local")
 
 
 def stage_command(made: Path, locals_: Path, per_node: str) -> None:

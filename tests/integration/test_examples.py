@@ -35,7 +35,11 @@ def test_the_kubernetes_job_trains():
     assert memory["emptyDir"]["sizeLimit"] == "16Gi"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    for path in (options["data"], options["output"], config.DATA.STAGE):
+    (stage,) = pod["initContainers"]
+    *_, source, local = stage["command"]
+    assert (local, stage["volumeMounts"]) == (options["data"], container["volumeMounts"])
+    assert stage["securityContext"] == container["securityContext"]
+    for path in (options["data"], options["output"], source):
         assert any(path.startswith(mount + "/") for mount in mounts.values())
     ranks = 8 * sum(replica["replicas"] for replica in replicas.values())
     assert config.DATA.GLOBAL_BATCH_SIZE % ranks == 0

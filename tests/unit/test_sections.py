@@ -7,9 +7,9 @@ import pytest
 from moe_core import MoEConfig
 from moe_core.options import Option, option, options
 from swinv2_moe.config import (
+    all_sections,
     as_opts,
     changed_keys,
-    checkpoint_config,
     config_from_text,
     data_config,
     default_config,
@@ -17,7 +17,6 @@ from swinv2_moe.config import (
     model_config,
     reference,
     resolve_batch_size,
-    run_config,
     train_config,
 )
 from swinv2_moe.config.reference import describe
@@ -54,7 +53,8 @@ def test_each_section_has_its_own_keys_and_what_else_it_needs():
     assert (data.seed, data.batch_size, data.augment.scale) == (3, 6, (0.08, 1.0))
     assert (data.test.crop_ratio, data.channels, data.mean) == (0.875, 3, (0.485, 0.456, 0.406))
     assert (train.batch_size, train.optimizer.name, train.amp_enable) == (6, "adamw", True)
-    assert (run_config(config).seed, checkpoint_config(config).keep_last) == (3, 2)
+    sections = all_sections(config)
+    assert (sections.run.seed, sections.checkpoint.keep_last) == (3, 2)
     with pytest.raises(FrozenInstanceError):
         data.seed = 4
 
@@ -127,3 +127,20 @@ def test_the_batch_of_a_rank_is_no_change_where_the_global_one_is_given():
     opts = ["DATA.GLOBAL_BATCH_SIZE", "64"]
     before, now = (resolve_batch_size(load_config(None, opts), ranks) for ranks in (1, 2))
     assert changed_keys(before, now) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_random"),
+    [
+        ({}, False),  # dropless: an image does not depend on the others
+        ({"EVAL_CAPACITY_FACTOR": 1.25}, True),
+        ({"EVAL_CAPACITY_FACTOR": -1.0}, True),
+        ({"ROUTER": "expert_choice", "EVAL_CAPACITY_FACTOR": 1.0}, True),
+        ({"ROUTER": "expert_choice", "CHOOSE_PER_IMAGE": True}, False),
+        ({"ROUTER": "soft"}, False),
+        ({"EVAL_CAPACITY_FACTOR": 1.25, "NUM_EXPERTS": 0}, False),
+    ],
+)
+def test_images_that_affect_each_other_are_validated_in_a_random_order(keys, is_random):
+    moe = EXPERTS | {f"MODEL.MOE.{key}": value for key, value in keys.items()}
+    assert data_config(load_config(None, as_opts(moe))).shuffle_val is is_random

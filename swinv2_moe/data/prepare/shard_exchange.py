@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moe_core.files import open_regular
 from moe_core.parallel import Ranks
-from swinv2_moe.data.shards import ShardFile, StagingStopped
+from swinv2_moe.data.shards import ShardFile
 from swinv2_moe.errors import UserError
 from swinv2_moe.files import HashedFile, new_file
 
@@ -48,21 +48,12 @@ class ShardExchange:
 
         Raises:
             UserError: a node has a problem.
-            StagingStopped: a node was told to stop.
         """
-        reported = None
-        if problem is not None:
-            reported = (str(problem), isinstance(problem, StagingStopped))
-        problems = self.gather(reported)
-        for node, node_problem in enumerate(problems):
-            if node_problem is None:
-                continue
-            message, was_stopped = node_problem
-            if was_stopped:
-                raise StagingStopped(message)
-            if None in problems:
-                message = f"{message} (node {node})"
-            raise UserError(message)
+        problems = self.gather(None if problem is None else str(problem))
+        for node, message in enumerate(problems):
+            if message is not None:
+                place = f" (node {node})" if None in problems else ""
+                raise UserError(f"{message}{place}")
 
     def send(
         self,
@@ -85,7 +76,6 @@ class ShardExchange:
 
         Raises:
             UserError: a file cannot be read or written, or was damaged in transfer.
-            StagingStopped: a node was told to stop.
         """
         files = list(owners)
         at_once = min(self.nodes.size, _MOST_FILES)

@@ -13,7 +13,7 @@ from tool_cases import snapshot
 
 from moe_core.files import temporary_name
 from swinv2_moe import files
-from swinv2_moe.data.prepare.staging import Stager, stage
+from swinv2_moe.data.prepare.staging import stage
 from swinv2_moe.data.shards import load_shards
 from swinv2_moe.errors import UserError
 from swinv2_moe.locks import lock
@@ -37,7 +37,6 @@ def test_a_copy_is_the_same_and_is_timed(made, tmp_path):
     size = sum(len(content) for name, content in copied.items() if name != "index.json")
     assert (staged.bytes, staged.kept, staged.shards) == (size, 0, len(list(made.rglob("*.tar"))))
     assert record.pop("bytes") == record.pop("source_bytes") == size
-    assert record.pop("overlapped") is False
     assert record == {"started": staged.started, "seconds": staged.seconds}
     assert staged.seconds > 0
     assert len(load_shards(str(local)).train) == 40
@@ -108,15 +107,6 @@ def test_a_disk_that_is_too_small_or_fills_up(made, tmp_path, monkeypatch):
     assert not there & {"train/000002.tar", "index.json"}
     assert not [name for name in there if "tmp" in name]
     assert stage(str(made), str(local)).kept == len(there - {"arriving.json"})
-
-
-def test_a_finished_copy_is_open_to_others(made, tmp_path):
-    local = str(tmp_path / "local")
-    with Stager(str(made), local) as stager:
-        assert "another process is writing there" in refusal(made, tmp_path / "local")
-        stager.copy(stager.files)
-        stager.finish()
-        assert stage(str(made), local).bytes == 0
 
 
 def test_directories_that_are_not_for_it(made, tmp_path):

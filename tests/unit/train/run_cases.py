@@ -15,7 +15,7 @@ LAYERS = ["layers.1.blocks.0.mlp.moe", "layers.2.blocks.0.mlp.moe"]  # of the sm
 
 
 def saver_of(trainer: Trainer, root: Path, source: object = None, **how) -> Saver:
-    return Saver(root, trainer.world, trainer.config.checkpoint, source, **how)
+    return Saver(root, trainer.world, trainer.config.checkpoint.keep_last, source, **how)
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:

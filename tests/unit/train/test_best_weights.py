@@ -4,6 +4,7 @@ that brief trainings find. Nothing here needs a network."""
 import importlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from swinv2_moe.predict.predictor import load_predictor
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import rates, weights
 from swinv2_moe.start.defaults import choose
-from swinv2_moe.start.frozen import start_from_probe
+from swinv2_moe.start.frozen import starting_model
 from swinv2_moe.start.initial import settings_of_weights
 from swinv2_moe.start.rates import FACTORS, decide_rate
 from swinv2_moe.start.trial import Times
@@ -189,7 +190,7 @@ def test_the_weights_of_a_package(monkeypatch, tmp_path, make_config):
     config = make_config(tmp_path / "run", keys)
     check_training(config, None)
     sections = all_sections(config)
-    model = start_from_probe(sections, load_sources(sections.data), ALONE)[0].eval()
+    model = starting_model(sections, load_sources(sections.data), ALONE)[0].eval()
     images = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
         expected = network.eval().forward_features(images)
@@ -208,14 +209,20 @@ def test_the_rate_of_the_lowest_loss(make_config, tmp_path, monkeypatch):
     """A rate that the user has set stays, and what does not fit into the time is not tried."""
     sections = all_sections(make_config(tmp_path, {"TRAIN.BASE_LR": 1e-3, "TRAIN.MIN_LR": 1e-5}))
     sources = load_sources(sections.data)
-    model, _ = start_from_probe(sections, sources, ALONE)
+    model, *_ = starting_model(sections, sources, ALONE)
     tried = []
 
-    def loss_after(train, *_) -> float:
+    def train_briefly(train, *_) -> SimpleNamespace:
         tried.append((train.base_lr, train.epochs))
-        return abs(train.base_lr - 0.003)
+        return SimpleNamespace(deployed=train.base_lr, autocast=None)
 
-    monkeypatch.setattr(rates, "_loss_after", loss_after)
+    def loss_by(of_rate) -> None:
+        monkeypatch.setattr(
+            rates, "evaluate", lambda rate, *_: SimpleNamespace(calibrated=of_rate(rate))
+        )
+
+    monkeypatch.setattr(rates, "train_epochs", train_briefly)
+    loss_by(lambda rate: abs(rate - 0.003))
     [decision], lines = decide_rate(sections, sources, model, TIMES, 0.0)
     assert decision.values["TRAIN.BASE_LR"] == pytest.approx(3e-3)
     assert decision.values["TRAIN.MIN_LR"] == pytest.approx(3e-5)
@@ -224,10 +231,9 @@ def test_the_rate_of_the_lowest_loss(make_config, tmp_path, monkeypatch):
     assert decide_rate(sections, sources, model, TIMES, 0.0, {"TRAIN.BASE_LR"}) == ([], [])
     few = sources._replace(val=Subset(sources.val, np.arange(19)))
     assert decide_rate(sections, few, model, TIMES, 0.0) == ([], [])
-    monkeypatch.setattr(rates, "_loss_after", lambda train, *_: 1.0 - train.base_lr)
+    loss_by(lambda rate: 1.0 - rate)
     [decision], _ = decide_rate(sections, sources, model, TIMES, 0.0)
     assert decision.values["TRAIN.BASE_LR"] == 1e-3  # the highest one is 0.2% better
-    monkeypatch.setattr(rates, "_loss_after", loss_after)
     limited = all_sections(make_config(tmp_path, {"TRAIN.MINUTES": 5.0}))
     tried.clear()
     decide_rate(limited, sources, model, TIMES, 0.0)  # a fifth of 300 s, 20 s each
@@ -241,7 +247,7 @@ def test_brief_trainings_begin_from_the_same_weights(make_config, tmp_path):
     keys |= {"MODEL.SWINV2.DEPTHS": [1, 1, 1], "MODEL.DROP_PATH_RATE": 0.0}
     sections = all_sections(make_config(tmp_path, keys))
     sources = load_sources(sections.data)
-    model, _ = start_from_probe(sections, sources, ALONE)
+    model, *_ = starting_model(sections, sources, ALONE)
     _, lines = decide_rate(sections, sources, model, TIMES, 0.0)
     assert len({line.split(": ")[1] for line in lines[1:]}) == 1
 

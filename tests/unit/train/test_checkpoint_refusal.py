@@ -224,7 +224,6 @@ ABSURD = [
     ("SWINV2.EMBED_DIM", 1 << 14, "patch_embed.proj.weight ([16, 3, 2, 2] there, [16384, 3, 2"),
     ("SWINV2.EMBED_DIM", 1 << 50, "MODEL.SWINV2.EMBED_DIM is 1125899906842624, the files hold "),
     ("SWINV2.DEPTHS", [100_000, 1, 1], "MODEL.SWINV2.DEPTHS is (100000, 1, 1), the files hold "),
-    ("SWINV2.MLP_RATIO", 1e9, "layers.0.blocks.0.mlp.fc1.weight ([64, 16] there, [16000000000, "),
     ("MOE.NUM_EXPERTS", 10**9, f"{LAYERS[0]}.experts: 4 there, 1000000000 in the model"),
     ("MOE.NUM_SHARED_EXPERTS", 10**9, f"missing: {LAYERS[0]}.shared.w1"),
     ("MOE.HIDDEN_RATIO", 1e17, "MODEL has more numbers than torch can count ("),

@@ -25,11 +25,12 @@ from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import bundled
 from swinv2_moe.start import teacher
+from swinv2_moe.start.teacher import distillation_loss
 from swinv2_moe.train import distill
 from swinv2_moe.train.distill import Distillation
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.run import train
-from swinv2_moe.train.step import distillation_loss
+from swinv2_moe.train.section import DistillConfig
 
 CHUNKS = 5  # of 32 images, for 160 digits
 UNMIXED = {"AUG.MIXUP": 0, "AUG.CUTMIX": 0}
@@ -79,6 +80,10 @@ def computed(monkeypatch) -> list[int]:
     return sizes
 
 
+def open_by(config: DistillConfig) -> teacher.Teacher:
+    return teacher.open_teacher(config.teacher, config.img_size, ALONE)
+
+
 def files_of(cache: Path) -> dict[str, bytes]:
     return {str(path.relative_to(cache)): path.read_bytes() for path in cache.rglob("*.f16")}
 
@@ -116,7 +121,7 @@ def test_outputs_are_those_of_the_models_pictures(config_of):
     keys |= {"DATA.INTERPOLATION": "random", "DATA.IMG_SIZE": 32, "DATA.NUM_WORKERS": 0}
     config = all_sections(config_of("run", keys))
     data = replace(build_data(config.data), views=2)
-    known = teacher.open_teacher(config.train.distill, ALONE)
+    known = open_by(config.train.distill)
     made = Distillation(config, ALONE, data, known)
     made.prepare(1, MagicMock(), lambda: None)
     data.set_epoch(3)
@@ -283,7 +288,7 @@ def test_a_single_file_as_teacher(make_config, tmp_path, monkeypatch):
     checksums = set()
     for name in (tmp_path / "own", tmp_path / "tiny.safetensors", "bundled:tiny"):
         config = make_config(tmp_path / "run", {"TRAIN.DISTILL.TEACHER": name} | UNMIXED)
-        known = teacher.open_teacher(all_sections(config).train.distill, ALONE)
+        known = open_by(all_sections(config).train.distill)
         assert known.class_names == [str(digit) for digit in range(10)]
         checksums.add(known.weights)
     assert len(checksums) == 1
@@ -375,15 +380,15 @@ def test_a_file_for_a_model_of_timm_has_its_description_beside_it(config_of, col
     file = tmp_path / "known" / "model.safetensors"
     keys = colours | {"TRAIN.DISTILL.TEACHER": f"timm:test_resnet@{file}"}
     config = all_sections(config_of("run", keys)).train.distill
-    assert teacher.open_teacher(config, ALONE).class_names == ["green", "red", "blue"]
+    assert open_by(config).class_names == ["green", "red", "blue"]
     description = json.loads((tmp_path / "known" / "config.json").read_text())
     of_another = json.dumps(description | {"architecture": "test_vit"})
     (tmp_path / "known" / "config.json").write_text(of_another)
-    assert teacher.open_teacher(config, ALONE).class_names == ["0", "1", "2"]
+    assert open_by(config).class_names == ["0", "1", "2"]
     fewer = json.dumps(description | {"label_names": ["green", "red"]})
     (tmp_path / "known" / "config.json").write_text(fewer)
     with pytest.raises(UserError, match="has 3 classes and 2 class names"):
-        teacher.open_teacher(config, ALONE)
+        open_by(config)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +408,7 @@ def test_a_description_that_is_wrong(config_of, colours, tmp_path, name, value):
     (tmp_path / "known" / "config.json").write_text(json.dumps(description))
     message = rf"known/config\.json: does not describe the weights beside it \(\S*{name}"
     with pytest.raises(UserError, match=message):
-        teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
+        open_by(all_sections(config_of("run", colours)).train.distill)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +423,7 @@ def test_a_teacher_far_larger_than_its_weights(arguments, says, config_of, colou
     description["model_args"] = arguments
     (tmp_path / "known" / "config.json").write_text(json.dumps(description))
     with pytest.raises(UserError, match=says):
-        teacher.open_teacher(all_sections(config_of("run", colours)).train.distill, ALONE)
+        open_by(all_sections(config_of("run", colours)).train.distill)
 
 
 @pytest.mark.parametrize("classes", ["data", "teacher"])

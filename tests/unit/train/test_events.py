@@ -14,9 +14,9 @@ from run_cases import ALONE, saver_of
 
 from swinv2_moe.checkpoints.checkpoint import open_checkpoint
 from swinv2_moe.data.datasets import ImageDataset
+from swinv2_moe.data.prepare.staging import read_staging
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.world import World
-from swinv2_moe.train.arrival import read_staging
 from swinv2_moe.train.loop import Trainer
 from swinv2_moe.train.progress import PHASES, Batches, PhaseTimes, TimeToTarget, accounted_share
 from swinv2_moe.train.record import Recorder
@@ -239,6 +239,8 @@ def test_a_staging_record_that_cannot_be_read(tmp_path):
 def test_staging_that_took_no_time_has_no_rate(tmp_path):
     (tmp_path / "staging.json").write_text(json.dumps(STAGED | {"seconds": 0}))
     assert read_staging(str(tmp_path)).rate is None
+    (tmp_path / "staging.json").write_text(json.dumps(STAGED | {"overlapped": True}))
+    assert read_staging(str(tmp_path)) is None  # earlier versions copied while training read
     assert read_staging("") is read_staging(str(tmp_path / "elsewhere")) is None
 
 

@@ -19,6 +19,7 @@ from moe_core.parallel import CollectiveError
 from swinv2_moe.commands.call import run_command
 from swinv2_moe.commands.faults import explain_fault
 from swinv2_moe.config import data_config
+from swinv2_moe.data.sources import load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.world import (
     World,
@@ -59,12 +60,13 @@ def test_an_error_of_one_rank_is_every_ranks():
 
 def test_other_data_on_another_rank(make_config, tmp_path):
     config = data_config(make_config(tmp_path))
+    sources = load_sources(config)
     message = r"rank 1 finds 24 \+ 6 images there, rank 0 160 \+ 40; their number and"
     with pytest.raises(UserError, match=message):
-        load_data(config, world(None, None, ("24 + 6", "names")), None, ExitStack())
+        load_data(config, sources, world(None, ("24 + 6", "names")), None, ExitStack())
     others = [("160 + 40", "other names"), ["0", "zero"]]
     with pytest.raises(UserError, match="class 1 is '1' on rank 0, 'zero' on rank 1"):
-        load_data(config, world(None, None, *others), None, ExitStack())
+        load_data(config, sources, world(None, *others), None, ExitStack())
 
 
 def test_ranks_that_were_told_different_sizes_say_so():

@@ -9,7 +9,7 @@ from swinv2_moe.checkpoints.deployed import open_deployed
 from swinv2_moe.config import all_sections, load_config, train_config
 from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
-from swinv2_moe.ranks.precision import build_autocast, without_slow_amp
+from swinv2_moe.ranks.precision import build_autocast, usable_amp
 from swinv2_moe.ranks.world import World
 from swinv2_moe.train.optim import LossScaler, build_optimizer, build_schedule
 from swinv2_moe.train.run import train
@@ -139,11 +139,12 @@ def test_mixed_precision_is_off_on_a_cpu_without_instructions(
     words = frozenset({"avx512f", feature})
     monkeypatch.setattr(instruction_sets, "cpu_words", lambda: words)
     world, sections = World(0, 1, torch.device("cpu")), all_sections(config)
-    assert without_slow_amp(sections, world) == (sections, [])
+    assert usable_amp(enable, dtype, world) == (True, [])
+    assert usable_amp(False, dtype, world) == (False, [])
     with build_autocast(sections.run.amp_enable, sections.run.amp_dtype, world)():
         assert torch.is_autocast_enabled("cpu")
     words = frozenset({"avx512f"})
-    assert without_slow_amp(sections, World(0, 1, torch.device("meta"))) == (sections, [])
+    assert usable_amp(enable, dtype, World(0, 1, torch.device("meta"))) == (True, [])
     train(config)
     printed = " ".join(capsys.readouterr().out.split())
     assert (

@@ -319,7 +319,7 @@ def test_a_run_that_was_stopped_after_the_probe_goes_on_exactly(make_config, tmp
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert open_checkpoint(tmp_path / "run/checkpoints/latest").meta["step"] == 0
-    monkeypatch.setattr("swinv2_moe.train.run.probe", None)
+    monkeypatch.setattr(frozen, "probe", None)
     summary = train(config, "auto")
     assert summary["best_val_top1"] == whole["best_val_top1"]
     assert weights_of(tmp_path / "whole") == weights_of(tmp_path / "run")

@@ -85,17 +85,15 @@ def test_a_run_that_goes_on_knows_its_start_and_warns_once():
     ],
 )
 def test_learning_rates(keys, says, make_trainer):
-    trainer = make_trainer(keys)
-    config = trainer.config
-    highest = config.train.scaled_rate(config.train.base_lr, world_size=1)
-    lines = start_warnings(config.train, config.data, trainer.data, highest)
+    lines = start_warnings(make_trainer(keys))
     assert [says in line for line in lines] == [True] * (says is not None)
 
 
 def test_a_mean_of_other_pixels(make_trainer):
     trainer = make_trainer()
     data = replace(trainer.config.data, mean=(123.675,), std=(58.4,))
-    lines = start_warnings(trainer.config.train, data, trainer.data, 0)
+    trainer.config = replace(trainer.config, data=data)
+    lines = start_warnings(trainer)
     assert [line.partition(":")[0] for line in lines] == [
         "DATA.MEAN is [123.675]",
         "DATA.STD is [58.4]",
@@ -110,11 +108,11 @@ def test_the_configurations_of_this_repository_have_usual_learning_rates(make_tr
     assert len(files) > 30
     for file in files:
         config = load_config(file, ["MODEL.PRETRAINED", "weights"], data="data")
-        training = train_config(config)
+        training, data = train_config(config), data_config(config)
+        trainer.config = replace(trainer.config, train=training, data=data)
         for ranks in (1, 8):
-            rate = training.scaled_rate(training.base_lr, ranks)
-            lines = start_warnings(training, data_config(config), trainer.data, rate)
-            assert lines == [], file
+            trainer.step.learning_rate = training.scaled_rate(training.base_lr, ranks)
+            assert start_warnings(trainer) == [], file
 
 
 def test_data_of_one_class(make_config, tmp_path, capsys):

@@ -20,7 +20,6 @@ from swinv2_moe.checkpoints.checkpoint import (
 from swinv2_moe.checkpoints.saver import Saver, StagingBuffers
 from swinv2_moe.errors import UserError
 from swinv2_moe.train.run import train
-from swinv2_moe.train.section import CheckpointConfig
 
 
 def step(trainer):
@@ -276,7 +275,7 @@ def test_going_on_from_a_checkpoint_of_another_name(begin):
 
 
 def test_the_error_of_any_rank_is_that_of_the_save(tmp_path, monkeypatch):
-    saver = Saver(tmp_path, ALONE, CheckpointConfig())
+    saver = Saver(tmp_path, ALONE, keep_last=2)
     saver.group = object()
 
     def gather(results, own, group):

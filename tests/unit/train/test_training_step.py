@@ -11,6 +11,7 @@ from swinv2_moe.data.datasets import Batch
 from swinv2_moe.errors import UserError
 from swinv2_moe.models import build_model
 from swinv2_moe.ranks.world import World, seed_everything
+from swinv2_moe.train.graph import compile_kernels
 from swinv2_moe.train.optim import LossScaler
 from swinv2_moe.train.step import TrainingStep
 
@@ -88,7 +89,7 @@ def test_the_targets_of_mixup_are_not_smoothed_again(make_step, batch):
     step.mixup = lambda images, targets: (images, F.one_hot(targets, CLASSES).float())
     step.wrapped = lambda images: (logits, torch.zeros(()))
     torch.testing.assert_close(
-        step.loss(*step._inputs(batch))[0], F.cross_entropy(logits, batch.targets)
+        step.losses(*step._inputs(batch))["loss"], F.cross_entropy(logits, batch.targets)
     )
 
 
@@ -130,7 +131,8 @@ def test_the_kernels_of_a_step_are_compiled_before_it(triton_on_cpu, monkeypatch
     monkeypatch.setattr(triton_on_cpu, "compile_together", found.extend)
     step = make_step({"MODEL.MOE.KERNELS": "triton"})
     weights = {name: value.clone() for name, value in step.model.state_dict().items()}
-    step._compile_kernels(batch.images.shape)
+    shape = batch.images.shape
+    compile_kernels(step.model, shape, step.world.device, step.compute_dtype, step.autocast)
     names = {job.args[0].__name__ for job in found}
     assert names >= {"route_kernel", "hidden_kernel", "hidden_grad_kernel", "weight_grad_kernel"}
     for name, value in step.model.state_dict().items():

@@ -9,14 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swinv2_moe.config import AllSections, all_sections
-from swinv2_moe.data.sources import Sources
+from swinv2_moe.config import all_sections
+from swinv2_moe.data.sources import Sources, load_sources
 from swinv2_moe.errors import UserError
 from swinv2_moe.ranks.environment import peak_memory
 from swinv2_moe.ranks.world import World
 from swinv2_moe.start import trial, whole
 from swinv2_moe.start.defaults import Choice
-from swinv2_moe.start.trial import Times, _Plan, decide_length, free_memory, largest_fitting
+from swinv2_moe.start.trial import (
+    Times,
+    Trial,
+    _Plan,
+    free_memory,
+    largest_fitting,
+)
 from swinv2_moe.start.whole import complete
 from swinv2_moe.train.step import TrainingStep
 
@@ -89,7 +95,7 @@ def open_choice(config, largest: int = 0, given: set[str] | None = None) -> Choi
 
 
 def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 0.0, 10))
+    monkeypatch.setattr(Trial, "times", lambda *_: Times(1.0, 0.0, 10))
     config = make_config(tmp_path, {"TRAIN.EPOCHS": 99, "TRAIN.MINUTES": 2})
     start = complete(config, None, open_choice(config), World(0, 1, CPU), time.time() - 30.0)
     assert 1 <= start.sections.train.epochs <= 9  # 90 s, less what this took
@@ -102,8 +108,8 @@ def test_the_minutes_bound_a_run(make_config, tmp_path, monkeypatch):
 
 def test_a_gpu_has_no_limit_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config(tmp_path, {"TRAIN.MINUTES": 10})
-    monkeypatch.setattr(whole, "decide_batch", lambda *_: [])
-    monkeypatch.setattr(whole, "measure_times", lambda *_: Times(1.0, 1.0, 1))
+    monkeypatch.setattr(Trial, "decide_batch", lambda *_: [])
+    monkeypatch.setattr(Trial, "times", lambda *_: Times(1.0, 1.0, 1))
     gpu, cpu = (World(0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
     limits = [
         completed(config, open_choice(config, given=given), world).sections.train.minutes
@@ -129,7 +135,9 @@ def test_the_last_training_is_a_part_of_the_minutes(make_config, tmp_path):
     keys = {"TRAIN.EPOCHS": 999, "TRAIN.MINUTES": 100 / 60, "TRAIN.ON_ALL": True}
     sections = all_sections(make_config(tmp_path, keys | {"DATA.VAL_SPLIT": 0.0}))
     sections = replace(sections, data=replace(sections.data, val_split=0.2))
-    [decision], seconds = decide_length(sections, Times(1.0, 0.0, 1), elapsed=0.0)
+    sources = load_sources(sections.data)
+    trial = Trial(sections, sources, World(0, 1, CPU))
+    [decision], seconds = trial.decide_length(Times(1.0, 0.0, 1), elapsed=0.0)
     assert decision.values["TRAIN.EPOCHS"] == 44
     assert seconds == pytest.approx(44 * 2.25)
 
@@ -156,12 +164,12 @@ def test_the_trial_has_the_classes_of_the_training(make_config, tmp_path, monkey
     config = make_config(tmp_path, {"TRAIN.DISTILL.CLASSES": "teacher"})
     tried = []
 
-    def step_of(sections: AllSections, classes: int, device: torch.device) -> TrainingStep:
+    def step_of(trial: Trial, classes: int) -> TrainingStep:
         tried.append(classes)
-        return usual(sections, classes, device)
+        return usual(trial, classes)
 
-    usual = trial._step
-    monkeypatch.setattr(trial, "_step", step_of)
+    usual = Trial.step
+    monkeypatch.setattr(Trial, "step", step_of)
     monkeypatch.setattr(whole, "open_teacher", lambda *_: TeacherOfLetters())
     lines = completed(config, open_choice(config, 16)).lines
     assert set(tried) == {300}
