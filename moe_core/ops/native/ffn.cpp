@@ -3,9 +3,9 @@
 // instruction multiplies it, bf16.
 //
 // Tokens are gathered while they are packed, 16 of them side by side in a vector. Every product is a weight times these
-// vectors, so its results lie as the next product reads them. Only at the end are they turned, and added to the tokens'
-// rows. The gradient of a weight copies some columns of the tokens at a time, and packs nothing. With weights that are
-// packed already, the tokens are the first operand: few of them then leave no part of a vector empty.
+// vectors, so its results lie as the next product reads them. At the end they are turned, and added to the tokens' rows; in
+// bf16 the last product gives rows. The gradient of a weight in fp32 packs nothing. With weights that are packed already,
+// the tokens are the first operand: few of them then leave no part of a vector empty.
 //
 // T tokens, K top-k, E experts, M model dim, H hidden dim, n choices of a cell
 
@@ -19,12 +19,10 @@ namespace {
 
 // 1. Products
 
-// The 16 rows from `row`, for the caches: tokens lie anywhere.
+// A row of numbers, for the caches: tokens lie anywhere.
 template <class T>
-INLINE void fetch_rows(T* const* rows, long row, long n, long M) {
-  constexpr long line = 64 / sizeof(T);
-  for (long i = row; i < std::min(row + 16, n); i++)
-    for (long m = 0; m < M; m += line) __builtin_prefetch(rows[i] + m, 1);
+INLINE void fetch(T* row, long M) {
+  for (long m = 0; m < M; m += 64 / sizeof(T)) __builtin_prefetch(row + m, 1);
 }
 
 // The rows [n, M] as an operand of a product over M.
@@ -32,12 +30,12 @@ template <Side side, class P>
 Packed<P, side> pack_rows(int32_t* to, const P* const* rows, long n, long M) {
   const Packed<P, side> packed(to, n, M);
   for (long p = 0; p < packed.panels; p++) {
-    const long start = packed.start(p), count = packed.end(p) - start;
-    fetch_rows(rows, start + count, n, M);
+    const long start = packed.start(p);
+    for (long i = start + 16; i < std::min(start + 32, n); i++) fetch(rows[i], M);
     for (long k = 0; k < M; k += Shape<P>::depth) {
       Words v[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; i++) v[i] = i < count ? along(rows[start + i] + k, M - k, P()) : Words{};
+      for (int i = 0; i < 16; i++) v[i] = along(rows[start + i] + k, M - k, P());
       if (side == kB || !Shape<P>::tiles) transpose(v);
       int32_t* block = to + (p * packed.stride + k / Shape<P>::depth) * 256;
 #pragma GCC unroll 16
@@ -46,47 +44,19 @@ Packed<P, side> pack_rows(int32_t* to, const P* const* rows, long n, long M) {
   }
   return packed;
 }
-// Number m of 16 rows.
-inline V number(const Rows<float>& rows, long m, long row) {
-  return load(reinterpret_cast<const float*>(rows.data) + row / 16 * rows.stride * 256 + m * 16);
-}
-inline V number(const Rows<bf16>& rows, long m, long row) {
-  Words words;
-  std::memcpy(&words, rows.data + row / 16 * rows.stride * 256 + m / 2 * 16, sizeof words);
-  V v;
-  EACH_PIECE v.p[i] = (Lanes)(m % 2 ? words.p[i] & 0xffff0000u : words.p[i] << 16);
-  return v;
-}
-
 // The rows [n, M] as B of a product over n.
 inline void pack_over_rows(const Gathered<float>&, long, long) {}
 inline void pack_over_rows(const Gathered<bf16>& gathered, long n, long M) {
   const Rows<bf16> packed(gathered.over_rows, M, n);
-  const auto pack = [&](int32_t* to, const bf16* const* rows, long m, long left, long count) {
+  const auto pack = [&](long k, long m, long count) {
+    int32_t* to = gathered.over_rows + (m / 16 * packed.stride + k) * 256;
+    const bf16* const* rows = gathered.rows + 32 * k;
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++, rows += 2, left -= 2) {
-      const bf16* row = left > 0 ? rows[0] + m : nullptr;
-      const long stride = left > 1 ? rows[1] - rows[0] : 0;
-      store_words(to + 16 * i, across(row, stride, left, count, bf16()));
-    }
+    for (int i = 0; i < 16; i++, rows += 2)
+      store_words(to + 16 * i, across(rows[0] + m, rows[1] - rows[0], 2, count, bf16()));
   };
-  for (long k = 0; k < packed.blocks; k++) {
-    for (long p = 0; p < packed.panels; p++) {
-      int32_t* to = gathered.over_rows + (p * packed.stride + k) * 256;
-      if (n - 32 * k >= 32 && M - 16 * p >= 16)
-        pack(to, gathered.rows + 32 * k, 16 * p, 32, 16);
-      else
-        pack(to, gathered.rows + 32 * k, 16 * p, n - 32 * k, std::min(M - 16 * p, 16L));
-    }
-  }
-}
-
-// Hidden units as rows of the next product.
-inline Rows<float> as_rows(const Space<float>&, const Units<float>& h) {
-  return {reinterpret_cast<int32_t*>(h.data), h.rows, h.count};
-}
-inline Rows<bf16> as_rows(const Space<bf16>& space, const Units<bf16>& h) {
-  return Rows<bf16>(space.packed, h.rows, h.count).pack<kAcrossK>(h.data, h.stride);
+  for (long k = 0; k < packed.blocks; k++)
+    for (long m = 0; m < M; m += 16) M - m < 16 ? pack(k, m, M - m) : pack(k, m, 16);
 }
 
 // `units` hidden units of a weight times rows: use(unit, row, v) takes 16 rows.
@@ -94,15 +64,21 @@ template <class P, class Soon, class Use>
 void over_model(const Space<P>& space, const Weight& w, long e, long unit, long units, const Rows<P>& rows, Ahead ahead,
                 Soon soon, Use use) {
   const auto packed = w.over_model<P>(space.w, e, unit, units, rows.depth);
-  long_product(packed, rows, ahead, space.so_far, soon, [&](long i, long j, long, V v) { use(i, j, v); });
+  long_product(packed, rows, ahead, space.so_far, soon, [=](long i, long j, long, V v) { use(i, j, v); });
 }
 
-// The sums over hidden units of a weight times h, [M, n]; or what is there and these.
-template <class P>
-void over_units(const Space<P>& space, const Weight& w, long e, long unit, const Units<P>& h, long M, Ahead ahead,
-                bool add) {
-  const auto packed = w.over_units<P>(space.w, e, unit, h.count, M);
-  product_into(packed, as_rows(space, h), ahead, space.sums, space.sums_stride, add, false);
+// The sums over hidden units of a weight times h, in fp32 [M, n], in bf16 [n, M]; or what is there and these.
+inline void over_units(const Space<float>& space, const Weight& w, long e, long unit, const Units<float>& h, long M,
+                       Ahead ahead, bool add) {
+  const auto packed = w.over_units<float, kA>(space.w, e, unit, h.count, M);
+  const Rows<float> rows(reinterpret_cast<int32_t*>(h.data), h.rows, h.count);
+  product_into(packed, rows, ahead, space.sums, space.sums_stride, add, false);
+}
+inline void over_units(const Space<bf16>& space, const Weight& w, long e, long unit, const Units<bf16>& h, long M,
+                       Ahead ahead, bool add) {
+  const auto packed = w.over_units<bf16, kB>(space.w, e, unit, h.count, M);
+  const auto rows = Weights<bf16>(space.packed, h.rows, h.count).pack<kAcrossK>(h.data, h.stride);
+  product_into(rows, packed, ahead, space.sums, M, add, false);
 }
 
 // The part of a weight that is read after the hidden units before `unit` of expert e: of the next expert after the last.
@@ -122,7 +98,7 @@ INLINE Integers hash_32(Integers x) {
 // v after dropout, of 16 states of rows from `states` on, or one, and hidden units from `unit` on, or one. The noise is that
 // of the Triton kernels. Not inline, since the loops that may call it need all registers.
 template <bool of_rows>
-__attribute__((noinline, cold)) void drop_out(const Problem& p, V& v, const int32_t* states, long unit) {
+__attribute__((noinline, cold)) V drop_out(const Problem& p, V v, const int32_t* states, long unit) {
   int32_t numbers[16];
   for (int i = 0; i < 16; i++)
     numbers[i] = static_cast<uint32_t>(states[of_rows ? i : 0]) + static_cast<uint32_t>(unit + (of_rows ? 0 : i)) * 0x9e3779b9u;
@@ -131,6 +107,7 @@ __attribute__((noinline, cold)) void drop_out(const Problem& p, V& v, const int3
     const IntLanes noise = (IntLanes)(hash_32((WordLanes)sums.p[i]) >> 16) - 32768;
     v.p[i] *= noise >= static_cast<int32_t>(p.least) ? p.scale - Lanes{} : Lanes{};
   }
+  return v;
 }
 
 // A tile of a weight's gradient: to [units, columns] = the sum over n rows of d [units] times b, and what is there. d is as
@@ -194,30 +171,38 @@ inline void weight_gradient(const Space<bf16>& space, const Units<bf16>& d, cons
   product_into(a, Rows<bf16>(b.over_rows, M, n), Ahead(), to, M, add, true);
 }
 
-// The rows space.to [n, M] += scales times (space.sums [M, n] turned, and the bias); both may be null.
-template <class P>
-void add_to_tokens(const Space<P>& space, const float* scales, const float* bias, long n, long M) {
-  for (long row = 0; row < n; row += 16) {
-    fetch_rows(space.to, row + 16, n, M);
+// `count` numbers of a token's row += scale times (sum + bias)
+INLINE void add_to_token(float* row, V sum, const float* bias, float scale, long count) {
+  if (bias) sum = sum + load(bias, count);
+  store(row, multiply_add(sum, broadcast(scale), load(row, count)), count);
+}
+// The rows of tokens in `all` += scales times (space.sums and the bias); scales and bias may be null.
+template <class Space>
+void add_to_tokens(const Space& space, float* all, const float* scales, const float* bias, long n, long M) {
+  for (long i = 0; i < n; i++) {
+    if (i + 8 < n) fetch(all + space.tokens[i + 8] * M, M);
+    float* row = all + space.tokens[i] * M;
+    const float *sums = space.sums + i * M, scale = scales ? scales[i] : 1.0f;
+    long m = 0;
+    for (; m + 16 <= M; m += 16) add_to_token(row + m, load(sums + m), bias ? bias + m : nullptr, scale, 16);
+    if (m < M) add_to_token(row + m, load(sums + m, M - m), bias ? bias + m : nullptr, scale, M - m);
+  }
+}
+inline void add_to_tokens(const Space<float>& space, float* all, const float* scales, const float* bias, long n, long M) {
+  for (long start = 0; start < n; start += 16) {
+    for (long i = start + 16; i < std::min(start + 32, n); i++) fetch(all + space.tokens[i] * M, M);
     for (long m = 0; m < M; m += 16) {
-      const auto add = [&](long count, long rows) {
-        Words v[16];
+      const long count = std::min(M - m, 16L);
+      Words v[16];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++)
-          v[i] = along(space.sums + (m + i) * space.sums_stride + row, i < count ? 16 : 0, float());
-        transpose(v);
-        for (long i = 0; i < rows; i++) {
-          V sum;
-          std::memcpy(&sum, &v[i], sizeof sum);
-          if (bias) sum = sum + load(bias + m, count);
-          float* place = space.to[row + i] + m;
-          store(place, multiply_add(sum, broadcast(scales ? scales[row + i] : 1.0f), load(place, count)), count);
-        }
-      };
-      if (M - m >= 16 && n - row >= 16)
-        add(16, 16);
-      else
-        add(std::min(M - m, 16L), std::min(n - row, 16L));
+      for (int i = 0; i < 16; i++)
+        v[i] = along(space.sums + (m + i) * space.sums_stride + start, i < count ? 16 : 0, float());
+      transpose(v);
+      for (long i = start; i < std::min(start + 16, n); i++) {
+        V sum;
+        std::memcpy(&sum, &v[i - start], sizeof sum);
+        add_to_token(all + space.tokens[i] * M + m, sum, bias ? bias + m : nullptr, scales ? scales[i] : 1.0f, count);
+      }
     }
   }
 }
@@ -237,6 +222,8 @@ void for_each_part(const Problem& p, const Cells& cells, const Cell& cell, const
   const long step = parts ? in_sixteens((rows + parts - 1) / parts) : 1;
   for (long from = cell.start; from < cell.end; from += step) {
     const Part part = {std::min(step, cell.end - from), cell.place + from - cell.start, &cells.choices[from]};
+    const uint32_t K = p.top_k;  // a division of 64 bits takes longer
+    for (long i = 0; i < part.n; i++) space.tokens[i] = static_cast<uint32_t>(part.choices[i]) / K;
     for (long i = 0; i < in_sixteens(part.n); i++)
       space.gates[i] = i >= part.n ? 0.0f : p.gates ? p.gates[part.choices[i]] : 1.0f;
     for (long i = 0; p.scale != 0 && i < part.n; i++)
@@ -252,13 +239,6 @@ inline void clear(float* to, const Problem& p, const Cells& cells, const Cell& c
   std::fill(to + first * p.model_dim, to + end * p.model_dim, 0.0f);
 }
 
-// rows[i] = the token's row of each choice.
-template <class T>
-void point_to(T** rows, T* tokens, const Part& part, const Problem& p) {
-  const uint32_t K = p.top_k;  // a division of 64 bits takes longer
-  for (long i = 0; i < part.n; i++) rows[i] = tokens + static_cast<uint32_t>(part.choices[i]) / K * p.model_dim;
-}
-
 template <class Act, class P>
 void forward(const Problem& p, const Cells& cells, char* memory, float* out, P* hidden) {
   const long M = p.model_dim, H = p.hidden_dim, step = units_of(p);
@@ -270,38 +250,39 @@ void forward(const Problem& p, const Cells& cells, char* memory, float* out, P* 
     const long e = cell.expert;
     clear(out, p, cells, cell);
     for_each_part(p, cells, cell, space, [&](const Part& part) {
-      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
-      const auto x = pack_rows<kB>(space.x, space.tokens.rows, part.n, M);
+      space.x_rows.point_to(static_cast<const P*>(p.tokens), space.tokens, part.n, M);
+      const auto x = pack_rows<kB>(space.x, space.x_rows.rows, part.n, M);
       for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
         const long units = std::min(step, cell.last_unit - unit), bias = e * H + unit;
         const Units<P> h(space.h, part.n, units);
         const Units<float> z(space.z, part.n, units);
-        const auto kept = [&](P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
-        const auto store_h = [&](long i, long row, V v) {
-          if (drops) drop_out<true>(p, v, space.states + row, unit + i);
-          store(h.at(i, row), v);
+        const long kept = part.place * H + unit * 16;
+        const float *b1 = p.b1 ? p.b1 + bias : nullptr, *b3 = p.b3 ? p.b3 + bias : nullptr;
+        const int32_t* states = drops ? space.states : nullptr;
+        const bool gated = p.w3;
+        const auto store_h = [=, &p](long i, long row, V v) {
+          store(h.at(i, row), states ? drop_out<true>(p, v, states + row, unit + i) : v);
         };
         const Ahead w2 = net.w2.ahead(e, unit, units);
         const auto nothing = [](long, long) {};
         const Ahead second = p.w3 ? net.w3.ahead(e, unit, units) : w2;
-        over_model(space, net.w1, e, unit, units, x, second, nothing, [&](long i, long row, V v) {
-          if (p.b1) v = v + broadcast(p.b1[bias + i]);
-          if (hidden) store(kept(hidden, i, row), v);
-          if (p.w3)
+        over_model(space, net.w1, e, unit, units, x, second, nothing, [=](long i, long row, V v) {
+          if (b1) v = v + broadcast(b1[i]);
+          if (hidden) store(hidden + kept + row * H + i * 16, v);
+          if (gated)
             store(z.at(i, row), v);
           else
             store_h(i, row, Act::of(v).value);
         });
-        if (p.w3) over_model(space, net.w3, e, unit, units, x, w2, nothing, [&](long i, long row, V v) {
-          if (p.b3) v = v + broadcast(p.b3[bias + i]);
-          if (hidden) store(kept(hidden_u, i, row), v);
+        if (p.w3) over_model(space, net.w3, e, unit, units, x, w2, nothing, [=](long i, long row, V v) {
+          if (b3) v = v + broadcast(b3[i]);
+          if (hidden) store(hidden_u + kept + row * H + i * 16, v);
           store_h(i, row, Gated<Act>::of(load(z.at(i, row)), v).value);
         });
         over_units(space, net.w2, e, unit, h, M, next_weight(p, net.w1, e, unit + units, step), unit > cell.unit);
       }
-      point_to(space.to, out, part, p);
       of_range.wait(cell.range, cell.turn);
-      add_to_tokens(space, space.gates, p.b2 && cell.has_bias ? p.b2 + e * M : nullptr, part.n, M);
+      add_to_tokens(space, out, space.gates, p.b2 && cell.has_bias ? p.b2 + e * M : nullptr, part.n, M);
     });
     of_range.wait(cell.range, cell.turn);  // a cell without choices has not waited
     of_range.end(cell.range);
@@ -316,8 +297,8 @@ void forward_packed(const Problem& p, const Cells& cells, char* memory, float* o
     const long e = cell.expert;
     clear(out, p, cells, cell);
     for_each_part(p, cells, cell, space, [&](const Part& part) {
-      point_to(space.rows, static_cast<const P*>(p.tokens), part, p);
-      const auto x = pack_rows<kA>(space.x, space.rows, part.n, M);
+      space.x_rows.point_to(static_cast<const P*>(p.tokens), space.tokens, part.n, M);
+      const auto x = pack_rows<kA>(space.x, space.x_rows.rows, part.n, M);
       for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
         const long units = std::min(step, cell.last_unit - unit);
         // x w^T + bias of these units, in use(row, unit, count, v)
@@ -330,7 +311,7 @@ void forward_packed(const Problem& p, const Cells& cells, char* memory, float* o
           });
         };
         const auto store_h = [&](long i, long j, long count, V v) {
-          if (p.scale != 0) drop_out<false>(p, v, space.states + i, unit + j);
+          if (p.scale != 0) v = drop_out<false>(p, v, space.states + i, unit + j);
           store(space.h + i * units + j, v, count);
         };
         over_model(p.w1, p.b1, [&](long i, long j, long count, V v) {
@@ -346,15 +327,8 @@ void forward_packed(const Problem& p, const Cells& cells, char* memory, float* o
         const auto w2 = packed_expert<P>(p.w2, e, H, M, true).along_k(unit, units);
         product_into(h, w2, Ahead(), space.sums, M, unit > cell.unit, false);
       }
-      point_to(space.to, out, part, p);
       of_range.wait(cell.range, cell.turn);
-      for (long i = 0; i < part.n; i++) {
-        for (long m = 0; m < M; m += 16) {  // M is a multiple of 32
-          V sum = load(space.sums + i * M + m);
-          if (p.b2 && cell.has_bias) sum = sum + load(p.b2 + e * M + m);
-          store(space.to[i] + m, multiply_add(sum, broadcast(space.gates[i]), load(space.to[i] + m)));
-        }
-      }
+      add_to_tokens(space, out, space.gates, p.b2 && cell.has_bias ? p.b2 + e * M : nullptr, part.n, M);
     });
     of_range.wait(cell.range, cell.turn);
     of_range.end(cell.range);
@@ -390,17 +364,18 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
     bool add = !cell.first;
     for_each_part(p, cells, cell, space, [&](const Part& part) {
       const long n = part.n;
-      point_to(space.grads.rows, grad, part, p);
-      point_to(space.tokens.rows, static_cast<const P*>(p.tokens), part, p);
+      space.grads.point_to(grad, space.tokens, n, M);
+      space.x_rows.point_to(static_cast<const P*>(p.tokens), space.tokens, n, M);
       const auto dy = pack_rows<kB>(space.x, space.grads.rows, n, M);
       if (to.w2) pack_over_rows(space.grads, n, M);
-      if (to.w1 || to.w3) pack_over_rows(space.tokens, n, M);
+      if (to.w1 || to.w3) pack_over_rows(space.x_rows, n, M);
       float* by_gate = space.grad_gates;
-      for (long row = 0; row < n; row += 16) {  // of the bias
+      std::fill_n(by_gate, in_sixteens(n), 0.0f);
+      for (long i = 0; i < n && p.b2 && cell.has_bias; i++) {
         V sum = broadcast(0.0f);
-        if (p.b2 && cell.has_bias)
-          for (long m = 0; m < M; m++) sum = multiply_add(number(dy, m, row), broadcast(p.b2[e * M + m]), sum);
-        store(by_gate + row, sum);
+        for (long m = 0; m < M; m += 16)
+          sum = multiply_add(load(space.grads.rows[i] + m, M - m), load(p.b2 + e * M + m, M - m), sum);
+        by_gate[i] = sum_of(sum);
       }
       if (to.b2 && cell.has_bias) {
         for (long m = 0; m < M; m += 16) {
@@ -413,20 +388,23 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
       for (long unit = cell.unit; unit < cell.last_unit; unit += step) {
         const long units = std::min(step, cell.last_unit - unit), weight = (e * H + unit) * M, bias = e * H + unit;
         const Units<P> h(space.h, n, units), dz(space.dz, n, units), du(space.du, n, units);
-        const auto kept = [&](const P* all, long i, long row) { return all + (part.place + row) * H + (unit + i) * 16; };
-        const auto soon = [&](long i, long row) __attribute__((always_inline)) {  // of the next tile's rows
+        const P *kept = hidden + part.place * H + unit * 16, *kept_u = hidden_u + part.place * H + unit * 16;
+        const float* gates = space.gates;
+        const int32_t* states = drops ? space.states : nullptr;
+        const bool gated = p.w3;
+        const auto soon = [=](long i, long row) __attribute__((always_inline)) {  // of the next tile's rows
           for (long next = row + 32; next < row + 64; next += 16) {
-            __builtin_prefetch(kept(hidden, i, next));
-            if (p.w3) __builtin_prefetch(kept(hidden_u, i, next));
+            __builtin_prefetch(kept + next * H + i * 16);
+            if (gated) __builtin_prefetch(kept_u + next * H + i * 16);
           }
         };
         const Ahead w1 = to.tokens ? net.w1.ahead(e, unit, units) : Ahead();
-        over_model(space, net.w2, e, unit, units, dy, w1, soon, [&](long i, long row, V v) {
-          if (drops) drop_out<true>(p, v, space.states + row, unit + i);
-          const V gate = load(space.gates + row), dh = v * gate, z = load(kept(hidden, i, row));
+        over_model(space, net.w2, e, unit, units, dy, w1, soon, [=, &p](long i, long row, V v) {
+          if (states) v = drop_out<true>(p, v, states + row, unit + i);
+          const V gate = load(gates + row), dh = v * gate, z = load(kept + row * H + i * 16);
           V value;
-          if (p.w3) {
-            const GatedValue g = Gated<Act>::of(z, load(kept(hidden_u, i, row)));
+          if (gated) {
+            const GatedValue g = Gated<Act>::of(z, load(kept_u + row * H + i * 16));
             value = g.value;
             store(dz.at(i, row), dh * g.by_z);
             store(du.at(i, row), dh * g.by_u);
@@ -436,12 +414,12 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
             store(dz.at(i, row), dh * a.slope);
           }
           store(by_gate + row, multiply_add(v, value, load(by_gate + row)));
-          if (drops) drop_out<true>(p, value, space.states + row, unit + i);
+          if (states) value = drop_out<true>(p, value, states + row, unit + i);
           store(h.at(i, row), value * gate);
         });
         if (to.w2) weight_gradient(space, h, space.grads, n, M, to.w2 + weight, add);
         const auto through = [&](const Units<P>& d, const Weight& w, float* to_w, float* to_b, Ahead ahead, bool add_rows) {
-          if (to_w) weight_gradient(space, d, space.tokens, n, M, to_w + weight, add);
+          if (to_w) weight_gradient(space, d, space.x_rows, n, M, to_w + weight, add);
           if (to_b) bias_gradient(d, n, to_b + bias, add);
           if (to.tokens) over_units(space, w, e, unit, d, M, ahead, add_rows);
         };
@@ -454,8 +432,7 @@ void backward(const Problem& p, const Cells& cells, char* memory, const P* grad,
       if (to.gates)
         for (long i = 0; i < n; i++) to.gates[part.choices[i]] += by_gate[i];
       if (!to.tokens) return;
-      point_to(space.to, to.tokens, part, p);
-      add_to_tokens(space, nullptr, nullptr, n, M);
+      add_to_tokens(space, to.tokens, nullptr, nullptr, n, M);
     });
     finish_streams();
     of_weights.end(cell.turn);
@@ -523,7 +500,7 @@ long experts_forward(const Problem* p, char* memory, float* out, void* hidden) {
   if (!cells.valid) return 1;
   typed(*p, [&](auto number) {
     using P = decltype(number);
-    activated(p->activation, [&](auto act) {
+    activated<P>(p->activation, [&](auto act) {
       using Act = decltype(act);
       if (p->packed)
         forward_packed<Act, P>(*p, cells, memory, out);
@@ -543,7 +520,7 @@ long experts_backward(const Problem* p, char* memory, const void* grad, const vo
   typed(*p, [&](auto number) {
     using P = decltype(number);
     const auto *dy = static_cast<const P*>(grad), *kept = static_cast<const P*>(hidden);
-    activated(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, dy, kept, to); });
+    activated<P>(p->activation, [&](auto act) { backward<decltype(act)>(*p, cells, memory, dy, kept, to); });
   });
   return 0;
 }

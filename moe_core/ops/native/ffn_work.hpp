@@ -79,9 +79,9 @@ struct Weight {
     });
   }
   // For a product over the hidden units, [M, units].
-  template <class P>
-  Weights<P> over_units(int32_t* to, long e, long unit, long units, long M) const {
-    const Weights<P> packed(to, M, units);
+  template <class P, Side side>
+  Packed<P, side> over_units(int32_t* to, long e, long unit, long units, long M) const {
+    const Packed<P, side> packed(to, M, units);
     return at(e, unit, [&](const auto* w) {
       return transposed() ? packed.template pack<kAlongK>(w, strides[2]) : packed.template pack<kAcrossK>(w, strides[1]);
     });
@@ -215,19 +215,31 @@ struct Units {
   P* at(long unit, long row) const { return data + (as_rows ? row / 16 * stride + unit * 16 : unit * stride + row); }
 };
 
-// Of the rows that are worked on: their gates, the states of their dropout and where their results are added.
+// Of the rows that are worked on: their tokens and gates, and the states of their dropout.
 struct RowsSpace {
-  float *gates, **to;
-  int32_t* states;
+  int32_t *tokens, *states;
+  float* gates;
 
-  RowsSpace(Arena& arena, long n) : gates(arena.take<float>(n)), to(arena.take<float*>(n)), states(arena.take<int32_t>(n)) {}
+  RowsSpace(Arena& arena, long n)
+      : tokens(arena.take<int32_t>(n)), states(arena.take<int32_t>(n)), gates(arena.take<float>(n)) {}
 };
 
-// Rows of tokens, or of the gradients of their results.
+// Rows of tokens, or of the gradients of their results; after the last one are 32 rows of zeros.
 template <class P>
 struct Gathered {
-  const P** rows;
+  const P **rows, *zeros;
   int32_t* over_rows;  // in bf16: the operand of a product over the rows
+
+  Gathered(Arena& arena, long n, long M, bool over_rows)
+      : rows(arena.take<const P*>(n + 32)), zeros(arena.take<P>(M)),
+        over_rows(arena.take<int32_t>(over_rows ? Rows<P>::words(M, n) : 0)) {
+    if (arena.base) std::fill_n(const_cast<P*>(zeros), M, P());
+  }
+  // The rows of tokens among the rows [T, M].
+  void point_to(const P* all, const int32_t* tokens, long n, long M) const {
+    for (long i = 0; i < n; i++) rows[i] = all + tokens[i] * M;
+    std::fill_n(rows + n, 32, zeros);
+  }
 };
 
 // The memory of a thread. Its blocks of n rows are those of Rows: [n / 16, ..., 16].
@@ -237,15 +249,18 @@ struct Space : RowsSpace {
   P *h, *dz, *du;
   float *z, *so_far, *sums, *columns, *grad_gates;
   long sums_stride;  // an odd number of cache lines
-  Gathered<P> tokens, grads;
+  Gathered<P> x_rows, grads;
 
-  Space(Arena& arena, const Problem& p, bool backward) : RowsSpace(arena, most_rows(p)), sums_stride(most_rows(p) | 16) {
+  Space(Arena& arena, const Problem& p, bool backward)
+      : RowsSpace(arena, most_rows(p)), sums_stride(most_rows(p) | 16),
+        x_rows(arena, most_rows(p), p.model_dim, backward && std::is_same<P, bf16>::value),
+        grads(arena, most_rows(p), p.model_dim, backward && std::is_same<P, bf16>::value) {
     const long M = p.model_dim, units = units_of(p), n = most_rows(p);
     const bool in_bf16 = std::is_same<P, bf16>::value;
-    const long h_size = Rows<P>::words(n, units) * Shape<P>::numbers, over_rows = Rows<P>::words(M, n);
+    const long h_size = Rows<P>::words(n, units) * Shape<P>::numbers;
     x = arena.take<int32_t>(Rows<P>::words(n, M));
-    w = arena.take<int32_t>(std::max(Weights<P>::words(units, M), Weights<P>::words(M, units)));
-    packed = arena.take<int32_t>(in_bf16 ? std::max(Rows<P>::words(n, units), Weights<P>::words(units, n)) : 0);
+    w = arena.take<int32_t>(std::max({Weights<P>::words(units, M), Weights<P>::words(M, units), Rows<P>::words(M, units)}));
+    packed = arena.take<int32_t>(in_bf16 ? std::max(Weights<P>::words(n, units), Weights<P>::words(units, n)) : 0);
     h = arena.take<P>(h_size);
     dz = arena.take<P>(backward ? h_size : 0);
     du = arena.take<P>(backward && p.w3 ? h_size : 0);
@@ -254,10 +269,6 @@ struct Space : RowsSpace {
     sums = arena.take<float>(M * sums_stride);
     columns = arena.take<float>(backward && !in_bf16 ? n * 16 * kTileColumns : 0);
     grad_gates = arena.take<float>(n);
-    for (Gathered<P>* gathered : {&tokens, &grads}) {
-      gathered->rows = arena.take<const P*>(n);
-      gathered->over_rows = arena.take<int32_t>(backward && in_bf16 ? over_rows : 0);
-    }
   }
 };
 
@@ -267,9 +278,10 @@ struct PackedSpace : RowsSpace {
   int32_t *x, *packed_h;
   P* h;
   float *z, *so_far, *sums;
-  const P** rows;
+  Gathered<P> x_rows;
 
-  PackedSpace(Arena& arena, const Problem& p, bool) : RowsSpace(arena, most_rows(p)) {
+  PackedSpace(Arena& arena, const Problem& p, bool)
+      : RowsSpace(arena, most_rows(p)), x_rows(arena, most_rows(p), p.model_dim, false) {
     const long M = p.model_dim, units = units_of(p), n = most_rows(p);
     x = arena.take<int32_t>(Packed<P, kA>::words(n, M));
     packed_h = arena.take<int32_t>(Packed<P, kA>::words(n, units));
@@ -277,7 +289,6 @@ struct PackedSpace : RowsSpace {
     z = arena.take<float>(p.w3 ? n * units : 0);
     so_far = arena.take<float>(n * units);
     sums = arena.take<float>(n * M);
-    rows = arena.take<const P*>(n);
   }
 };
 

@@ -358,8 +358,8 @@ void product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, Soon s
       if (direct) to = {into.c + i0 * into.stride + j0, into.stride, into.add};
       tile(to, a, pa, b_panels, panels, rows, ahead.take(share));
       if (direct) continue;
-      for (long i = 0; i < rows; i++)
-        for (long j = 0; j < columns; j += 16) use(i0 + i, j0 + j, std::min(columns - j, 16L), load(c + 32 * i + j));
+      for (long j = 0; j < columns; j += 16)
+        for (long i = 0; i < rows; i++) use(i0 + i, j0 + j, std::min(columns - j, 16L), load(c + 32 * i + j));
     }
   }
 }
@@ -393,8 +393,9 @@ void long_product(const Packed<P, kA>& a, const Packed<P, kB>& b, Ahead ahead, f
     product_into(a.along_k(k0, step), b.along_k(k0, step), k0 ? Ahead() : ahead, so_far, b.extent, k0 > 0, false);
   const auto last_a = a.along_k(k0, a.depth - k0);
   const auto last_b = b.along_k(k0, b.depth - k0);
-  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [&](long i, long j, long count, V v) {
-    use(i, j, count, k0 ? v + load(so_far + i * b.extent + j, count) : v);
+  const float* before = k0 ? so_far : nullptr;
+  product(last_a, last_b, k0 ? Ahead() : ahead, soon, [=, extent = b.extent](long i, long j, long count, V v) {
+    use(i, j, count, before ? v + load(before + i * extent + j, count) : v);
   });
 }
 

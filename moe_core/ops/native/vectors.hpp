@@ -105,9 +105,11 @@ template <class Reduce>
 INLINE float reduced(V v, Reduce reduce) {
   float numbers[16];
   std::memcpy(numbers, &v, sizeof v);
-  float result = numbers[0];
-  for (int i = 1; i < 16; i++) result = reduce(result, numbers[i]);
-  return result;
+#pragma GCC unroll 4
+  for (int half = 8; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) numbers[i] = reduce(numbers[i], numbers[i + half]);
+  return numbers[0];
 }
 // The first `count` numbers of v, the others from `rest`.
 INLINE V first_or(V v, long count, V rest) {
@@ -117,17 +119,28 @@ INLINE V first_or(V v, long count, V rest) {
 INLINE float sum_of(V v) {
   return reduced(v, [](float a, float b) { return a + b; });
 }
-INLINE V to_float(Ints a) {
-  V v;
-  EACH_PIECE v.p[i] = __builtin_convertvector(a.p[i], Lanes);
-  return v;
-}
-INLINE V reciprocal(V x) {
+INLINE V rough_reciprocal(V x) {  // relative error 2^-14
 #if defined(__AVX512F__)
-  const __m512 y = _mm512_rcp14_ps(x.p[0]);
-  return {_mm512_mul_ps(y, _mm512_fnmadd_ps(x.p[0], y, _mm512_set1_ps(2.0f)))};
+  return {(Lanes)_mm512_rcp14_ps(x.p[0])};
 #else
   return broadcast(1.0f) / x;
+#endif
+}
+INLINE V reciprocal(V x) {
+  const V y = rough_reciprocal(x);
+  return kLanes == 16 ? y * (broadcast(2.0f) - x * y) : y;
+}
+// 2^x, with a relative error of 1e-4
+INLINE V rough_exp2(V x) {
+#if defined(__AVX512F__)
+  const V r = {(Lanes)_mm512_reduce_ps(x.p[0], _MM_FROUND_TO_NEG_INF)};  // x - floor(x)
+  const V y = polynomial(r, 0.0780248281f, 0.226066738f, 0.695833658f, 0.999925224f);
+  return {(Lanes)_mm512_scalef_ps(y.p[0], x.p[0])};
+#else
+  const V shift = broadcast(12582912.0f), low = larger(x, broadcast(-126.0f)), scaled = low + shift;  // as below
+  V y = polynomial(low - (scaled - shift), 0.0551717746f, 0.242611372f, 0.69326097f, 0.999928027f);
+  EACH_PIECE y.p[i] = (Lanes)((WordLanes)y.p[i] + ((WordLanes)scaled.p[i] << 23));
+  return above(x, 126.0f, broadcast(__builtin_inff()), y);
 #endif
 }
 
@@ -316,19 +329,6 @@ struct OddGroups {
   static constexpr unsigned of(unsigned j) { return EvenGroups::of(j) + 4; }
 };
 
-#if defined(__AVX512F__)  // GCC would take general permutations
-INLINE WordLanes shuffled(__m512i a, __m512i b, LowWords) { return (WordLanes)_mm512_unpacklo_epi32(a, b); }
-INLINE WordLanes shuffled(__m512i a, __m512i b, HighWords) { return (WordLanes)_mm512_unpackhi_epi32(a, b); }
-INLINE WordLanes shuffled(__m512i a, __m512i b, LowPairs) { return (WordLanes)_mm512_unpacklo_epi64(a, b); }
-INLINE WordLanes shuffled(__m512i a, __m512i b, HighPairs) { return (WordLanes)_mm512_unpackhi_epi64(a, b); }
-INLINE WordLanes shuffled(__m512i a, __m512i b, EvenGroups) { return (WordLanes)_mm512_shuffle_i32x4(a, b, 0x88); }
-INLINE WordLanes shuffled(__m512i a, __m512i b, OddGroups) { return (WordLanes)_mm512_shuffle_i32x4(a, b, 0xdd); }
-template <class First, class Second>
-INLINE void shuffle(WordLanes a, WordLanes b, WordLanes& first, WordLanes& second) {
-  first = shuffled((__m512i)a, (__m512i)b, First());
-  second = shuffled((__m512i)a, (__m512i)b, Second());
-}
-#else
 template <class Places, unsigned... j>
 INLINE WordLanes shuffled(WordLanes a, WordLanes b, std::integer_sequence<unsigned, j...>) {
   return SHUFFLE(a, b, Places::of(j)...);
@@ -338,7 +338,6 @@ INLINE void shuffle(WordLanes a, WordLanes b, WordLanes& first, WordLanes& secon
   first = shuffled<First>(a, b, std::make_integer_sequence<unsigned, kLanes>());
   second = shuffled<Second>(a, b, std::make_integer_sequence<unsigned, kLanes>());
 }
-#endif
 
 // kLanes rows of kLanes words
 INLINE void transpose_lanes(WordLanes v[kLanes]) {

@@ -97,6 +97,22 @@ def test_activations_and_their_slopes_in_fp32(activation, kernels):
     assert (slope.double() - exact_slope).abs().max() < 1e-6
 
 
+def test_gelu_and_its_slope_in_bf16(kernels):
+    """Of every bf16 number, within a quarter of bf16's spacing before rounding, which adds a half.
+    Smaller values count as 2^-10, smaller slopes as 2^-8: a slope has a zero."""
+    z = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16)
+    z = z[z.float().abs() < 1e30].unsqueeze(1).requires_grad_()
+    ends, one = torch.tensor([len(z)], dtype=torch.int32), torch.ones(1, 1, 1)
+    out = expert_ffn(z, ExpertWeights(one, None, one, None), ends, "gelu", 0.0, kernels)
+    (slope,) = torch.autograd.grad(out.sum(), z)
+    exact = z.detach().double().requires_grad_()
+    expected = exact * torch.special.ndtr(exact)
+    (exact_slope,) = torch.autograd.grad(expected.sum(), exact)
+    for found, wanted, least in ((out, expected, 2**-10), (slope, exact_slope, 2**-8)):
+        spacing = torch.exp2(wanted.abs().clamp(min=least).log2().floor() - 7)
+        assert ((found.double() - wanted).abs() / spacing).max() < 0.75
+
+
 @each_dtype
 def test_what_is_not_finite_stays_so(dtypes, kernels):
     for value in (float("nan"), float("inf")):
