@@ -50,6 +50,15 @@ class Times(NamedTuple):
     steps: int  # of an epoch
 
 
+def decide_workers(world: World, given: Collection[str]) -> list[Decision]:
+    """The number of data workers, unless the user has set it. Collective."""
+    if "DATA.NUM_WORKERS" in given:
+        return []
+    cores = max(1, available_cores() // _local_ranks())
+    workers = {"DATA.NUM_WORKERS": world.agree(min(_MAX_WORKERS, cores))}
+    return [Decision(workers, "one for each core, at most 8")]
+
+
 class Trial:
     """Steps of a configuration on models that are thrown away, without compilation and graphs,
     without mixup, which needs an even batch, and without learning, which may diverge before a
@@ -68,32 +77,25 @@ class Trial:
             sections.train, augment=augment, compile=False, graph=False, base_lr=0.0
         )
 
-    def decide_batch(self, largest: int, given: Collection[str] = ()) -> list[Decision]:
-        """The number of data workers, and the largest batch that fits into every rank's memory.
-        Collective.
+    def decide_batch(self, largest: int) -> list[Decision]:
+        """The largest batch that fits into every rank's memory. Collective.
 
         Args:
             largest: the largest batch to try, in pictures over all ranks, a power of two; 0:
                 DATA.BATCH_SIZE is given.
-            given: keys that the user has set, which stay as they are.
 
         Raises:
             UserError: on every rank, if one picture does not fit into a rank's memory.
         """
-        decisions = []
-        if "DATA.NUM_WORKERS" not in given:
-            cores = max(1, available_cores() // _local_ranks())
-            workers = {"DATA.NUM_WORKERS": self.world.agree(min(_MAX_WORKERS, cores))}
-            decisions.append(Decision(workers, "one for each core, at most 8"))
         if not largest:
-            return decisions
+            return []
         limit = max(1, largest // self.world.size)
         found = self.world.on_every_rank(lambda: self._largest_batch(limit))
         size = min(self.world.gather(found))
         reason = "a power of two from 8 to 128, with 20 steps an epoch if the pictures are enough"
         if size < limit:
             reason = "twice as many pictures might not fit into memory"
-        decisions.append(Decision({"DATA.BATCH_SIZE": size}, reason))
+        decisions = [Decision({"DATA.BATCH_SIZE": size}, reason)]
         if size == 1 and (self.augment.mixup or self.augment.cutmix):
             alone = {"AUG.MIXUP": 0.0, "AUG.CUTMIX": 0.0}
             decisions.append(Decision(alone, "one picture cannot be mixed"))

@@ -22,7 +22,7 @@ from swinv2_moe.start.frozen import Probe, choose_size, starting_model
 from swinv2_moe.start.initial import as_trained, find_dense, find_start
 from swinv2_moe.start.rates import decide_rate
 from swinv2_moe.start.teacher import Teacher, open_teacher
-from swinv2_moe.start.trial import Trial
+from swinv2_moe.start.trial import Trial, decide_workers
 from swinv2_moe.tables import in_words
 
 
@@ -74,6 +74,8 @@ def complete(
     unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
     alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
     decided = {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
+    workers = decide_workers(world, choice.given)  # before the first loader
+    decided |= values_of(workers)
     tried = [
         as_trained(changed(config, decided | size), None, world) for size in choice.sizes or [{}]
     ]
@@ -88,7 +90,7 @@ def complete(
         _show(found, world)
     config, lines = tried[best]
     trial = Trial(candidates[best], sources, world)
-    decisions = trial.decide_batch(choice.largest_batch, choice.given)
+    decisions = workers + trial.decide_batch(choice.largest_batch)
     config = changed(config, values_of(decisions))
     sections = all_sections(config, amp_enable)
     trial = Trial(sections, sources, world)

@@ -130,6 +130,21 @@ def test_the_batch_and_the_duration_of_a_run(make_config, tmp_path):
     assert not any("BATCH_SIZE" in line for line in start.lines)
 
 
+def test_as_many_workers_as_cores(make_config, tmp_path, monkeypatch):
+    """Before the first loader: torch warns of more."""
+    cores = 3
+    monkeypatch.setattr(trial, "available_cores", lambda: cores)
+    config = make_config(tmp_path)
+    start = completed(config, open_choice(config))
+    assert start.sections.data.num_workers == cores
+    assert "  DATA.NUM_WORKERS 3: one for each core, at most 8" in start.lines
+    cores = 99
+    [decision] = trial.decide_workers(World(0, 1, CPU), ())
+    assert decision.values == {"DATA.NUM_WORKERS": 8}
+    start = completed(config, open_choice(config, given={"DATA.NUM_WORKERS"}))
+    assert start.sections.data.num_workers == config.DATA.NUM_WORKERS
+
+
 def test_the_last_training_is_a_part_of_the_minutes(make_config, tmp_path):
     """On five quarters of the pictures: 100 s are 44 s and 55 s."""
     keys = {"TRAIN.EPOCHS": 999, "TRAIN.MINUTES": 100 / 60, "TRAIN.ON_ALL": True}
