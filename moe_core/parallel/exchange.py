@@ -238,6 +238,8 @@ class Exchanged(Exchange):
         return Agreement(messages.capacity, messages, call)
 
     def __call__(self, experts: nn.Module, tokens: Tensor, choices: Choices) -> Tensor:
+        """A choice becomes r rows, one for each rank with a part of its expert's hidden units.
+        Their results are partial sums, which combine adds with the same gate."""
         gates, plan, agreement, kernels = choices
         assert agreement.messages is not None
         chunks = self._chunks(agreement.messages, agreement.call)

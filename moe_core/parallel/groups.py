@@ -395,7 +395,8 @@ def ranks_on_each_node(ranks: Sequence[int], local_world_size: int) -> int:
     """
     nodes = [rank // local_world_size for rank in ranks]
     per_node = nodes.count(nodes[0])
-    if nodes != [node for node in dict.fromkeys(nodes) for _ in range(per_node)]:
+    in_turn = [node for node in dict.fromkeys(nodes) for _ in range(per_node)]
+    if nodes != in_turn:
         raise ValueError(
             f"the expert group's ranks lie on nodes {nodes} (LOCAL_WORLD_SIZE {local_world_size}):"
             " each node must have the same number of consecutive ranks; or give ranks_per_node"

@@ -265,7 +265,7 @@ def check_detector(directory: Path, training: dict, num_groups: int, num_schedul
         if len(training[name]) != count:
             raise UserError(
                 f"checkpoint {directory}: has {len(training[name])} {name}, this training has"
-                f" {count}"
+                f" {count}; begin anew, with another --output"
             )
 
 

@@ -358,7 +358,8 @@ def read_class_map(file: Path) -> list[int]:
 
 def larger_than(found: dict[str, Tensor], sizes: Mapping[str, object], group: str) -> str:
     """A phrase that names one of a model's sizes which the tensors `found` rule out; "" if there is
-    none. Building a block takes time even on the meta device.
+    none. A lower bound, before the model is built, which may take long: a width of w needs at least
+    w numbers, a depth of d at least d tensors.
 
     Args:
         sizes: arguments of the model's class.

@@ -66,9 +66,11 @@ def fit_classifier(
         dims = np.concatenate([dims, known * (_KNOWN / spread)])  # rows: directions of features
     seen = features @ dims.T
     mean, scale = seen.mean(0), seen.std(0)
-    scale[scale == 0] = 1.0
     own = scale[: features.shape[1]]
-    own /= np.clip(np.sqrt(own / np.sqrt((own**2).mean())), 1 / _UNLIKE, _UNLIKE)
+    varying = own[own > 0]  # not of dead units
+    typical = np.sqrt((varying**2).mean())
+    own[own > 0] = varying / np.clip(np.sqrt(varying / typical), 1 / _UNLIKE, _UNLIKE)
+    scale[scale == 0] = 1.0
     scale[features.shape[1] :] = 1.0
     scaled = (seen - mean) / scale
     folds = _folds(targets, seed)

@@ -60,6 +60,7 @@ def decide_rate(
             step = train_epochs(replace(brief, **named), model, data, epochs, world)
             accuracy = evaluate(step.deployed, data.val_loader, world, step.autocast)
             losses[factor] = accuracy.calibrated  # log loss at its best temperature
+            del step  # its moments, before those of the next
     best = min(losses, key=lambda factor: losses[factor])
     if losses[best] > (1 - _CLEARLY) * losses[1.0]:
         best = 1.0

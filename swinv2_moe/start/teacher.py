@@ -119,7 +119,7 @@ def open_teacher(name: str, img_size: int, world: World) -> Teacher | None:
     for rank, weights in enumerate(world.gather(teacher.weights)):
         if weights != teacher.weights:
             raise UserError(
-                f"{_KEY} {name}: ranks {world.rank} and {rank} have read other weights; name a"
+                f"{_KEY} {name}: ranks {world.rank} and {rank} read different weights; name a"
                 " file or a run that does not change"
             )
     world.on_every_rank(lambda: _try(teacher, world.device))
@@ -136,7 +136,7 @@ def _open(name: str, img_size: int, device: torch.device) -> Teacher:
         file = fetch_weights(name, _KEY)
         content = timm_config(name)
         if content is None:
-            raise UserError(f"{_KEY} {name}: {NO_CONFIG}; it says which model the weights are of")
+            raise UserError(f"{_KEY} {name}: {NO_CONFIG}; nothing else says which model it is")
         teacher = _timm(name, img_size, content, read_weights(file))
     else:
         path = Path(located(name)).expanduser()

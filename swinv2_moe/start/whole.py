@@ -73,7 +73,8 @@ def complete(
         return Start(sections, source, teacher, sources, None, lines + notes)
     unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
     alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
-    decided = {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
+    decided: dict[str, object] = {}
+    decided |= {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
     workers = decide_workers(world, choice.given)  # before the first loader
     decided |= values_of(workers)
     tried = [

@@ -120,6 +120,16 @@ def test_an_earlier_classifier_of_these_classes_is_used():
     assert np.allclose(useless.weight, without.weight, atol=1e-6)
 
 
+def test_features_that_never_vary_change_nothing():
+    features, targets = clusters([12, 15, 9], spread=0.3)
+    constant = np.full((len(features), 40), 7.0, np.float32)
+    found = fit_classifier(features / 100, targets, 3)
+    more = fit_classifier(np.concatenate([features / 100, constant], 1), targets, 3)
+    # both stop where the gradient is small
+    assert np.allclose(more.weight[:, :6], found.weight, rtol=1e-2, atol=1e-6)
+    assert (more.strength, more.hits) == (found.strength, found.hits)
+
+
 def test_many_classes_are_fitted_by_least_squares(monkeypatch):
     """200 classes of 6 pictures: nearly as good as the logistic regression, in one solution."""
     features, targets = clusters([6] * 200, spread=0.3, dims=20)
