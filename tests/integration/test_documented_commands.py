@@ -80,7 +80,7 @@ model = dict(
 PREPARED = ("mine", "dense", "pretrained")
 MADE = {
     "first-model.md": "first/report.html mine_beside_dense.html routing/routing.png"
-    " accuracy.json predictions.csv annotated/000.jpg capacity.json speed/throughput.csv"
+    " accuracy.json predictions.csv annotated/000.jpg speed/throughput.csv"
     " deployed/model.onnx"
 }
 
