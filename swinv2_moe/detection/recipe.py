@@ -40,7 +40,7 @@ _FORM = record(
         "dtype": or_null(TEXT),
         "seed": COUNT,
     },
-    {  # of runs from before 1.0.0 they are missing
+    {  # missing in runs that followed a plan of epochs; they predict, and cannot go on
         "zoom": list_of(POSITIVE_NUMBER, 2),
         "seconds": or_null(POSITIVE_NUMBER),
         "validations": POSITIVE_COUNT,

@@ -155,16 +155,16 @@ def form_of(block: Block) -> FFNForm:
     if output_bias and not bias:
         raise ValueError(f"{where} is a {kind} with a bias in fc2 alone, which experts do not have")
     return FFNForm(
-        model_dim,
-        second.weight.shape[1],
-        _activation(ffn, where),
-        isinstance(ffn, (GluMlp, SwiGLU)),
-        bias,
-        output_bias,
-        (ffn.drop if hasattr(ffn, "drop") else ffn.drop1).p,
-        ffn.drop2.p if hasattr(ffn, "drop2") else 0.0,
-        isinstance(first, nn.Conv2d),
-        ffn.gate_last if isinstance(ffn, GluMlp) else None,
+        model_dim=model_dim,
+        hidden_dim=second.weight.shape[1],
+        activation=_activation(ffn, where),
+        gated=isinstance(ffn, (GluMlp, SwiGLU)),
+        bias=bias,
+        output_bias=output_bias,
+        hidden_dropout=(ffn.drop if hasattr(ffn, "drop") else ffn.drop1).p,
+        dropout=ffn.drop2.p if hasattr(ffn, "drop2") else 0.0,
+        channels_first=isinstance(first, nn.Conv2d),
+        gate_last=ffn.gate_last if isinstance(ffn, GluMlp) else None,
     )
 
 

@@ -256,7 +256,7 @@ def take_over(config: CfgNode, trained: TrainedWith, name: str) -> tuple[CfgNode
     try:
         config = changed(config, values)
     except UserError as error:
-        raise UserError(f"{name}: with the settings of its weights: {error}") from error
+        raise UserError(f"{name}: the settings stored with these weights: {error}") from error
     notes = [f"{name}: {trained.line}"] if trained.line else []
     notes += [f"warning: {name}: {line}" for line in differing]
     if values:

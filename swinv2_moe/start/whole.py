@@ -71,12 +71,12 @@ def complete(
         sections = all_sections(config, amp_enable)
         sources = world.on_every_rank(lambda: _pictures(sections.data, distill.CLASSES, teacher))
         return Start(sections, source, teacher, sources, None, lines + notes)
-    unbounded = {"TRAIN.MINUTES": 0.0} if world.device.type != "cpu" else {}
-    alone = {"TRAIN.ON_ALL": False} if world.size > 1 else {}  # it has no effect
-    decided: dict[str, object] = {}
-    decided |= {key: one for key, one in (unbounded | alone).items() if key not in choice.given}
     workers = decide_workers(world, choice.given)  # before the first loader
-    decided |= values_of(workers)
+    decided = values_of(workers)
+    if world.device.type != "cpu" and "TRAIN.MINUTES" not in choice.given:
+        decided["TRAIN.MINUTES"] = 0.0
+    if world.size > 1 and "TRAIN.ON_ALL" not in choice.given:
+        decided["TRAIN.ON_ALL"] = False  # it has no effect
     tried = [
         as_trained(changed(config, decided | size), None, world) for size in choice.sizes or [{}]
     ]

@@ -274,7 +274,7 @@ class PassGraph:
     ) -> None:
         self.run = run
         self._layers = list(moe_layers(model).values()) if model is not None else []
-        self._replays = can_replay(model, device)
+        self._can_replay = can_replay(model, device)
         self._restore_routing: list[Callable[[], None]] = []
         self._shape: torch.Size | None = None  # of the last pass
         self._num_before = 0  # such passes in a row
@@ -283,7 +283,7 @@ class PassGraph:
 
     def __call__(self, images: Tensor) -> Tensor:
         """The result of a pass. The next call may overwrite it."""
-        if not self._replays:
+        if not self._can_replay:
             return self.run(images)
         if self._replay is not None and images.shape == self._images.shape:
             self._images.copy_(images)
@@ -302,7 +302,7 @@ class PassGraph:
         try:
             self._replay = capture(run)
         except RuntimeError as error:
-            self._replays = False
+            self._can_replay = False
             _log.warning(_AS_USUAL, "a pass", _reason(error))
             return self.run(images)
         self._restore_routing = [layer.routing_of_replay() for layer in self._layers]
